@@ -4,6 +4,20 @@ A cost model is built once per (graph, topology, workload) and answers three que
 costs under one strategy, what the ends (embedding, head) cost, and what a whole assignment of layers to
 stages costs. The search composes the first two into bounds and optima; the third re-costs every plan
 before it is believed.
+
+The search minimises exactly what `step` must return, so that both agree to rounding. With passes a
+(gradient_accumulation_steps: one pipeline pass per engine call; 1 under the megatron backend),
+m = num_micro_batches and stages s:
+
+    T_s    = sum of its layers' (forward_s + backward_s) + embedding on the first stage + head on the
+             last + boundary_s for the cut after it (none after the last) + relayout_s between layers
+    R_s    = sum of per_step_s of the same parts
+    step_s = a * sum_s(T_s) / vpp + (m - a / vpp) * max_s(T_s) + max_s(R_s) + step_constant_s
+    peak_s = sum(state_bytes) + in_flight(s) * sum(activation_bytes) + max(workspace_bytes)
+             + fixed_bytes, and peak_s <= capacity_bytes
+
+Per-step times are therefore affine in bytes: reduce-scatters run bucket by bucket, so their bandwidth
+is the bucket's, and what a schedule hides is a stated share of them.
 """
 
 from __future__ import annotations
@@ -30,6 +44,7 @@ class LayerCost:
     optimizer_bytes: float
     activation_bytes: float  # kept from forward to backward, per micro-batch in flight
     workspace_bytes: float  # transient peak while the layer runs (recomputation included)
+    per_step_s: float = 0.0  # once per step: exposed gradient reduction, optimizer update
 
     @property
     def state_bytes(self) -> float:
@@ -86,14 +101,28 @@ class CostModel(Protocol):
     def in_flight(self, stage: int, degrees: Degrees) -> float:
         """Micro-batches whose activations `stage` keeps at its peak (1F1B, interleaved, GPipe)."""
 
-    def boundary_s(self, degrees: Degrees, strategy: Strategy) -> float:
-        """Exposed time of sending one micro-batch's hidden states, and their gradient back."""
+    def boundary_s(
+        self, degrees: Degrees, strategy: Strategy, elements_per_token: int | None = None
+    ) -> float:
+        """Exposed time of sending one micro-batch's hidden states, and their gradient back.
+
+        `elements_per_token` replaces the hidden size where a cut also carries skip edges.
+        """
 
     def relayout_s(self, before: Strategy, after: Strategy, degrees: Degrees) -> float:
         """Time to convert hidden states, and their gradient, between neighbouring layers."""
 
     def fixed_bytes(self, degrees: Degrees) -> float:
         """Bytes per rank that no layer causes: context, communication buffers, fragmentation."""
+
+    def step_constant_s(self, degrees: Degrees) -> float:
+        """Once per step whatever the cut: latencies, norm all-reduce, tied-embedding all-reduce."""
+
+    def capacity_bytes(self) -> float:
+        """Memory of one device as its driver reports it, before any reserve the user asks for."""
+
+    def peak_flops(self) -> float:
+        """FLOP/s of one device at the workload's precision, as its vendor states it (for MFU)."""
 
     def step(
         self, degrees: Degrees, stages: tuple[StageAssignment, ...], vocabulary: str
