@@ -53,7 +53,9 @@ class Operator:
             "convolution", "state_space", "rotary", "residual".
         role: what sharding needs to know: "q", "k", "v", "qkv", "attention_out", "gate", "up",
             "gate_up", "down", "norm", "qk_norm", "router", "expert_gate_up", "expert_down",
-            "shared_gate", "word", "position", "head", "other".
+            "shared_gate", "shared_gate_up", "shared_up", "shared_down", "q_a", "q_b", "kv_a", "kv_b"
+            (latent attention), "cross_q", "cross_k", "cross_v", "cross_out", "sinks",
+            "relative_bias", "word", "position", "head", "other".
         in_features: size of the contracted dimension (0 where there is none).
         out_features: size of the produced dimension (0 where there is none).
         num_parameters: weights and biases, over the whole model (not per rank).
@@ -76,6 +78,8 @@ class BlockClass:
     `shardable` names what the runtime may split over tp: a subset of {"attention", "mlp"}. A part that
     is not in it is replicated on every tp rank. `parallel_residual`: attention and MLP read the same
     normed input (falcon, gpt_neox, phi), so one all-reduce is not saved but the norms are fewer.
+    `hidden_size` is the block's own width where it differs from the graph's (0: the graph's), and
+    `token_fraction` its tokens as a share of the workload's sequence (swin's later stages: 1/4, 1/16).
     """
 
     fingerprint: str
@@ -86,6 +90,8 @@ class BlockClass:
     parallel_residual: bool = False
     shardable: frozenset[str] = frozenset({"attention", "mlp"})
     cross_attention: Attention | None = None
+    hidden_size: int = 0
+    token_fraction: float = 1.0
 
     @property
     def num_parameters(self) -> int:
@@ -126,6 +132,8 @@ class BlockGraph:
         pipeline_refusal: why the model cannot be cut into stages; "" if it can.
         tensor_refusal: why no part can be sharded over tp; "" if it can.
         num_modules: modules of the Hugging Face model, for the folding report (0: unknown).
+        facts: what else is known of it, as text for reports.
+        layer_names: dotted module name of each layer ("" or empty where unknown).
     """
 
     name: str
@@ -143,6 +151,7 @@ class BlockGraph:
     tensor_refusal: str = ""
     num_modules: int = 0
     facts: dict[str, str] = field(default_factory=dict)
+    layer_names: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,106 @@
+"""Reading a model: a config dict, a config.json, a model folder, or the name of a bundled one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_autoplan.errors import BadInputError, UnsupportedError
+from ds_autoplan.model.architectures import ARCHITECTURES
+from ds_autoplan.model.build import build_decoder
+from ds_autoplan.model.encoders import BUILDERS
+from ds_autoplan.model.graph import BlockGraph
+
+_DATA = Path(__file__).parent / "data"
+
+
+def bundled_models() -> dict[str, dict[str, Any]]:
+    """The bundled architectures by name, as Hugging Face config dicts (facts only, no weights)."""
+    data: dict[str, dict[str, Any]] = json.loads(
+        (_DATA / "bundled.json").read_text(encoding="utf-8")
+    )
+    return data
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """The `model_type`s that :func:`load_graph` knows, sorted."""
+    return tuple(sorted({*ARCHITECTURES, *BUILDERS}))
+
+
+def load_graph(model: str | Path | Mapping[str, Any], name: str | None = None) -> BlockGraph:
+    """The block graph of a model.
+
+    Args:
+        model: a Hugging Face config as a dict, the path of a config.json or of a folder that holds
+            one, or the name of a bundled architecture ("llama-2-7b").
+        name: display name; by default the bundled name, the folder's name or the model type.
+
+    Raises:
+        BadInputError: nothing is found under that name, or the config lacks what is needed.
+        UnsupportedError: the `model_type` is not known.
+    """
+    if isinstance(model, Mapping):
+        return graph_of_config(model, name or str(model.get("model_type") or "model"))
+    bundled = bundled_models()
+    if str(model) in bundled:
+        return graph_of_config(bundled[str(model)], name or str(model))
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise BadInputError(
+                f"The folder {str(model)!r} has no config.json.",
+                "A model folder is one that save_pretrained wrote.",
+            )
+    if not path.is_file():
+        near = difflib.get_close_matches(str(model), bundled, n=3, cutoff=0.4)
+        hint = f"Did you mean {', '.join(near)}?" if near else f"Bundled: {', '.join(bundled)}."
+        raise BadInputError(
+            f"There is no model {str(model)!r}:",
+            "it is neither a file, nor a folder with a config.json, nor a bundled architecture.",
+            hint,
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadInputError(f"The model config {str(path)!r} is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise BadInputError(f"The model config {str(path)!r} holds no JSON object.")
+    default = path.parent.name if path.name == "config.json" else path.stem
+    return graph_of_config(config, name or default or str(config.get("model_type")))
+
+
+def graph_of_config(config: Mapping[str, Any], name: str) -> BlockGraph:
+    """The block graph of a Hugging Face config dict.
+
+    Keys that the config omits take transformers' defaults for its `model_type`.
+
+    Raises:
+        BadInputError: there is no `model_type`, or a size is missing or wrong.
+        UnsupportedError: the `model_type` is not known.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise BadInputError(
+            f"The config of {name!r} has model_type {model_type!r}.",
+            "A Hugging Face config names its architecture in model_type.",
+            "Give the config.json that was saved with the model.",
+        )
+    known = supported_model_types()
+    if model_type not in known:
+        near = difflib.get_close_matches(model_type, known, n=3, cutoff=0.6)
+        raise UnsupportedError(
+            f"The model_type {model_type!r} of {name!r} is not known.",
+            f"Known are: {', '.join(known)}.",
+            (f"Nearest: {', '.join(near)}. " if near else "")
+            + "Inside a training script the plugin reads the model's modules instead and plans "
+            "data parallelism, ZeRO, activation checkpointing and the micro-batch size.",
+        )
+    defaults = json.loads((_DATA / "hf_defaults.json").read_text(encoding="utf-8"))
+    merged = {**defaults.get(model_type, {}), **config}
+    if model_type in BUILDERS:
+        return BUILDERS[model_type](merged, name)
+    return build_decoder(merged, ARCHITECTURES[model_type], name)
