@@ -1,0 +1,273 @@
+"""From "4x8xH100-SXM-80GB,nic=400Gb" or a cluster JSON to a :class:`Topology`.
+
+Device facts live in data/devices.json, each with its source. Cluster JSON::
+
+    {"name": "lab", "device": "A100-SXM-80GB" | {"name": ..., "architecture": ..., ...},
+     "gpus_per_node": 8,
+     "levels": [{"name": "node", "size": 8, "gb_per_s": 232, "latency_us": 3},
+                {"name": "cluster", "size": 32, "gb_per_s": 24, "latency_us": 8}]}
+
+`levels` may be left out where "nodes" is given; then the device's usual node is taken.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ds_autoplan.cluster.topology import Device, Level, Topology
+from ds_autoplan.errors import BadInputError
+
+GIB = 2**30
+# Per-hop latencies with NCCL's protocol cost. NVLink: 8-GPU all-reduce fits of 23 to 59 us over 14 hops
+# (NVIDIA/dgxc-benchmarking@841f546 nccl/README.md, stas00/ml-engineering@744d01e18b network/README.md);
+# PCIe: MooreThreads/SimuMax@4dcaae5 configs/system/a100_pcie.json (5 to 15 us a collective of 2 to 8);
+# network: common InfiniBand/EFA figure for a GPU-to-GPU hop with the proxy thread.
+HOP_LATENCY_S = {"nvlink": 2.5e-6, "xgmi": 3e-6, "pcie": 5e-6, "shm": 60e-6, "network": 8e-6}
+# Payload share of a NIC's line rate: 24 of 25 and 48 of 50 GB/s, stas00/ml-engineering@744d01e18b
+# network/README.md ("single NIC achieved").
+NIC_EFFICIENCY = 0.96
+# GPUs of an NVLink domain of 72 that a job of several domains uses: whole trays, a power of two.
+ALIGNED_DOMAIN = {72: 64}
+_SPEC = re.compile(r"^(\d+)x(\d+)x([^,]+)((?:,[^,]+)*)$")
+_ALIASES = {"V100": "V100-SXM2-32GB", "A100": "A100-SXM-80GB", "H100": "H100-SXM-80GB"}
+_ALIASES.update({"H200": "H200-SXM-141GB", "TITANXP": "TITAN-Xp", "A800": "A800-SXM-80GB"})
+_ALIASES.update({"H800": "H800-SXM-80GB", "RTX-3090": "RTX3090", "RTX-4090": "RTX4090"})
+
+
+@cache
+def device_table() -> dict[str, dict[str, Any]]:
+    """The bundled devices, as read from data/devices.json."""
+    path = Path(__file__).with_name("data") / "devices.json"
+    table: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return table
+
+
+def device_facts(name: str) -> dict[str, Any]:
+    """The bundled facts of device `name` (case does not matter).
+
+    Raises:
+        BadInputError: no such device; names the nearest.
+    """
+    table = device_table()
+    wanted = _ALIASES.get(name.upper(), name)
+    for known in table:
+        if known.lower() == wanted.lower():
+            return {"name": known, **table[known]}
+    near = difflib.get_close_matches(wanted.upper(), [item.upper() for item in table], 1, 0.3)
+    hint = next((item for item in table if near and item.upper() == near[0]), "H100-SXM-80GB")
+    raise BadInputError(
+        f"The device {name!r} is not known.",
+        f"Known devices: {', '.join(table)}.",
+        f"Did you mean {hint!r}? A cluster JSON can describe any other.",
+    )
+
+
+def build_device(facts: dict[str, Any]) -> Device:
+    """A :class:`Device` from a row of devices.json (or the "device" object of a cluster JSON)."""
+    try:
+        return Device(
+            name=facts["name"],
+            architecture=facts["architecture"],
+            multiprocessors=int(facts["multiprocessors"]),
+            memory_bytes=int(facts["memory_gib"] * GIB),
+            memory_bytes_per_s=facts["memory_tb_s"] * 1e12,
+            peak_flops={key: value * 1e12 for key, value in facts["peak_tflops"].items()},
+            matmul_flops={
+                key: value * 1e12 for key, value in facts.get("matmul_tflops", {}).items()
+            },
+            source=facts.get("source", ""),
+        )
+    except (KeyError, TypeError) as error:
+        raise BadInputError(
+            f"The device description lacks or misstates {error}.",
+            "It needs name, architecture, multiprocessors, memory_gib, memory_tb_s, peak_tflops.",
+        ) from error
+
+
+def build_topology(
+    nodes: int,
+    gpus_per_node: int,
+    device_name: str,
+    nic_gbit: float | None = None,
+    oversubscription: float = 1.0,
+    name: str = "",
+) -> Topology:
+    """The usual cluster of `nodes` x `gpus_per_node` devices.
+
+    Args:
+        nodes: number of nodes.
+        gpus_per_node: devices in each.
+        device_name: a bundled device.
+        nic_gbit: network per device in Gb/s; None: what the device's usual node has.
+        oversubscription: how much less than the NICs the network beyond a node carries.
+        name: display name.
+    """
+    facts = device_facts(device_name)
+    total = nodes * gpus_per_node
+    hop = HOP_LATENCY_S[facts["link"]]
+    inside = gpus_per_node
+    domain = facts.get("nvlink_domain", 0)
+    if domain:
+        inside = min(total, ALIGNED_DOMAIN.get(domain, domain)) if total > domain else total
+    levels = []
+    if facts.get("socket_gb_s") and inside > 4:
+        levels.append(Level("socket", 4, facts["socket_gb_s"] * 1e9, hop))
+    node_gb_s = facts["bus_gb_s"]
+    if facts.get("socket_gb_s") and inside <= 4:
+        node_gb_s = facts["socket_gb_s"]
+    levels.append(
+        Level(
+            "node" if inside == gpus_per_node else "nvlink domain",
+            inside,
+            node_gb_s * 1e9,
+            hop,
+            facts.get("all_reduce_gb_s", 0) * 1e9,
+            facts.get("all_to_all_gb_s", 0) * 1e9,
+            facts.get("pair_gb_s", 0) * 1e9 if facts["link"] == "xgmi" else 0.0,
+        )
+    )
+    if total > inside:
+        gbit = facts["nic_gbit"] if nic_gbit is None else nic_gbit
+        per_device = gbit / 8 * 1e9 * NIC_EFFICIENCY / oversubscription
+        levels.append(Level("cluster", total, per_device, HOP_LATENCY_S["network"]))
+    return Topology(
+        device=build_device(facts),
+        levels=tuple(levels),
+        name=name or f"{nodes}x{gpus_per_node}x{facts['name']}",
+        gpus_per_node=gpus_per_node,
+    )
+
+
+def parse_cluster(spec: str) -> Topology:
+    """Read a cluster: "NODESxGPUSxDEVICE[,nic=400Gb][,nics=4x100Gb][,oversubscription=2]" or a file.
+
+    `nic` is the network of one GPU, `nics` what one node has for all its GPUs.
+
+    Raises:
+        BadInputError: neither a known form nor a readable cluster JSON.
+    """
+    text = spec.strip()
+    if text.endswith(".json") or Path(text).is_file():
+        return load_cluster(Path(text))
+    match = _SPEC.match(text)
+    if not match:
+        raise BadInputError(
+            f"The cluster {spec!r} cannot be read.",
+            "A cluster is NODESxGPUSxDEVICE or a cluster JSON file.",
+            "For example 4x8xH100-SXM-80GB or 4x8xA100-SXM-80GB,nic=200Gb.",
+        )
+    nodes, gpus = int(match.group(1)), int(match.group(2))
+    if nodes < 1 or gpus < 1:
+        raise BadInputError(f"The cluster {spec!r} has no devices.", "Both counts must be >= 1.")
+    nic: float | None = None
+    oversubscription = 1.0
+    for option in filter(None, match.group(4).split(",")):
+        key, _, value = option.partition("=")
+        if key == "nic":
+            nic = _gbit(value, spec)
+        elif key == "nics":
+            count, _, rate = value.partition("x")
+            nic = _number(count, spec) * _gbit(rate, spec) / gpus
+        elif key == "oversubscription":
+            oversubscription = _number(value, spec)
+        else:
+            raise BadInputError(
+                f"The cluster option {option!r} in {spec!r} is not known.",
+                "Known options: nic, nics, oversubscription.",
+            )
+    return build_topology(nodes, gpus, match.group(3), nic, oversubscription, text)
+
+
+def load_cluster(path: Path) -> Topology:
+    """Read a cluster JSON; see the module's docstring for its form.
+
+    Raises:
+        BadInputError: missing file, bad JSON, or missing keys.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadInputError(f"The cluster file {str(path)!r} does not exist.") from error
+    except json.JSONDecodeError as error:
+        raise BadInputError(f"The cluster file {str(path)!r} is not JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise BadInputError(f"The cluster file {str(path)!r} holds no JSON object.")
+    return topology_from_json(data)
+
+
+def topology_from_json(data: dict[str, Any]) -> Topology:
+    """A :class:`Topology` from a cluster JSON's object.
+
+    Raises:
+        BadInputError: a key is missing or levels do not nest.
+    """
+    device = data.get("device", "")
+    if "levels" not in data:
+        if not isinstance(device, str) or "nodes" not in data or "gpus_per_node" not in data:
+            raise BadInputError(
+                "The cluster JSON has no levels.",
+                'It needs "levels", or a bundled "device" with "nodes" and "gpus_per_node".',
+            )
+        return build_topology(
+            int(data["nodes"]),
+            int(data["gpus_per_node"]),
+            device,
+            data.get("nic_gbit"),
+            float(data.get("oversubscription", 1.0)),
+            str(data.get("name", "")),
+        )
+    facts = device_facts(device) if isinstance(device, str) else device
+    try:
+        levels = tuple(
+            Level(
+                name=str(level["name"]),
+                size=int(level["size"]),
+                bytes_per_s=float(level["gb_per_s"]) * 1e9,
+                latency_s=float(level["latency_us"]) * 1e-6,
+                all_reduce_bytes_per_s=float(level.get("all_reduce_gb_per_s", 0)) * 1e9,
+                all_to_all_bytes_per_s=float(level.get("all_to_all_gb_per_s", 0)) * 1e9,
+                pair_bytes_per_s=float(level.get("pair_gb_per_s", 0)) * 1e9,
+            )
+            for level in data["levels"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInputError(
+            f"A level of the cluster JSON lacks or misstates {error}.",
+            "Each level needs name, size, gb_per_s and latency_us.",
+        ) from error
+    sizes = [level.size for level in levels]
+    if not sizes or any(b % a or b <= a for a, b in zip(sizes, sizes[1:], strict=False)):
+        raise BadInputError(
+            f"The level sizes {sizes} do not nest.",
+            "Each level's size must be a larger multiple of the one before.",
+        )
+    return Topology(
+        device=build_device(facts),
+        levels=levels,
+        name=str(data.get("name", facts["name"])),
+        gpus_per_node=int(data.get("gpus_per_node", sizes[0])),
+        calibrated=bool(data.get("calibrated", False)),
+    )
+
+
+def _gbit(text: str, spec: str) -> float:
+    match = re.match(r"^([\d.]+)\s*(Gb|Gbit|G)?$", text, re.IGNORECASE)
+    if not match:
+        raise BadInputError(
+            f"The network rate {text!r} in {spec!r} cannot be read.",
+            "A rate is a number of gigabits per second.",
+            "For example nic=400Gb.",
+        )
+    return float(match.group(1))
+
+
+def _number(text: str, spec: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise BadInputError(f"{text!r} in {spec!r} is not a number.") from error

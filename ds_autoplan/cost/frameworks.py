@@ -1,0 +1,117 @@
+"""Named behaviours of the engines that train: what they overlap, fuse and allocate.
+
+A framework is data; the pricing code reads it and never asks for a name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One engine's behaviour.
+
+    Attributes:
+        name: what messages call it.
+        gradient_bytes: bytes per parameter of the buffer gradients accumulate in (0: the parameter's own
+            dtype, as PyTorch's `.grad`).
+        reduce_bytes: bytes per parameter on the wire when gradients are reduced (0: the dtype of the
+            gradients).
+        master_weights: fp32 copy of low-precision parameters in the optimizer.
+        master_gradient_bytes: fp32 gradient of the master copy, bytes per parameter of the shard.
+        fp32_partition_copy: ZeRO keeps its own flat copy of the partition in fp32 training too.
+        elementwise_passes: memory traffic of norms, residuals and activations relative to fused kernels.
+        activation_extra: kept intermediate tensors relative to fused kernels (see memory.py).
+        flash_attention: fused attention; otherwise scores of size s*s are written and read.
+        tp_overlap: share of tensor-parallel traffic hidden under GEMMs.
+        gradient_overlap: gradient reduction runs under the last backward pass.
+        parameter_overlap: the all-gather of updated parameters runs under the next forward pass.
+        pipeline_overlap: share of stage-to-stage sends hidden under compute (interleaved stages).
+        scatter_sends: tp ranks send a slice each and gather it after the boundary.
+        bucket_buffers: buckets allocated for good.
+        zero3_overlap: ZeRO-3 parameter gathers are prefetched under compute.
+        optimizer_bytes_moved: bytes moved per parameter (of the local shard) by the optimizer step.
+        step_overhead_s: host work per step: data, scheduler, logging, loss scaling.
+        context_bytes: CUDA context, NCCL channels and buffers, cuBLAS workspaces.
+        fragmentation: share of the dynamic part lost to the allocator.
+        bucket_bytes: gradient bucket.
+        kernels_per_layer: kernels launched forward for one dense layer (backward: twice).
+        kernels_per_moe: further kernels of a mixture layer (routing, permutation, exchange).
+        kernels_per_expert: further kernels per local expert.
+        reduce_scatter: ZeRO reduces each gradient to its owner only (False: all-reduce).
+        ep_overlap: share of the expert all-to-all hidden under other compute.
+        expert_imbalance: load of the busiest expert rank over the mean.
+        selective_streams: share of a layer's streaming work that selective checkpointing repeats.
+        loss_bytes_moved: bytes per logit that the loss moves forward (fp32 softmax; backward: half).
+        logit_bytes: bytes per logit alive at the loss's peak.
+        cuda_graphs: launches are replayed from a graph, so the host never limits.
+    """
+
+    name: str
+    gradient_bytes: int = 4
+    reduce_bytes: int = 0
+    master_weights: bool = True
+    master_gradient_bytes: float = 0.0
+    fp32_partition_copy: bool = False
+    elementwise_passes: float = 1.0
+    activation_extra: float = 0.0
+    flash_attention: bool = True
+    tp_overlap: float = 0.0
+    gradient_overlap: bool = True
+    parameter_overlap: bool = True
+    pipeline_overlap: float = 0.8
+    scatter_sends: bool = True
+    bucket_buffers: int = 0
+    zero3_overlap: bool = True
+    optimizer_bytes_moved: float = 34.0
+    step_overhead_s: float = 0.01
+    context_bytes: float = 2.5e9
+    fragmentation: float = 0.02
+    bucket_bytes: float = 160e6
+    kernels_per_layer: int = 30
+    kernels_per_moe: int = 60
+    kernels_per_expert: float = 4.0
+    reduce_scatter: bool = True
+    ep_overlap: float = 0.0
+    expert_imbalance: float = 1.0
+    selective_streams: float = 0.0
+    loss_bytes_moved: float = 12.0
+    logit_bytes: float = 10.0
+    cuda_graphs: bool = False
+
+
+MEGATRON = Framework("megatron")
+NEMO = replace(MEGATRON, name="nemo", tp_overlap=0.6)
+MEGATRON_2021 = replace(
+    MEGATRON,
+    name="megatron-2021",
+    gradient_bytes=2,
+    flash_attention=False,
+    elementwise_passes=1.2,
+    gradient_overlap=False,
+    parameter_overlap=False,
+    pipeline_overlap=0.0,
+)
+DEEPSPEED = Framework(
+    "deepspeed",
+    gradient_bytes=0,
+    reduce_scatter=False,
+    selective_streams=1.0,
+    expert_imbalance=1.2,
+    master_gradient_bytes=4.0,
+    fp32_partition_copy=True,
+    elementwise_passes=2.0,
+    activation_extra=1.0,
+    gradient_overlap=False,
+    parameter_overlap=False,
+    pipeline_overlap=0.0,
+    scatter_sends=False,
+    bucket_buffers=2,
+    step_overhead_s=0.005,
+    context_bytes=3.0e9,
+    fragmentation=0.05,
+    bucket_bytes=1e9,
+    kernels_per_layer=60,
+)
+BY_BACKEND = {"megatron": MEGATRON, "deepspeed": DEEPSPEED}

@@ -1,0 +1,102 @@
+r"""Seconds of single kernels on one device.
+
+    GEMM (m, k, n):   t = 2mkn / P * (1 + k0/k) + tail * 2 * (128*256*SM) * k / P   and at least
+                      (mk + kn + mn) * bytes / memory bandwidth,   plus one kernel gap
+    P = matmul rate of a long run * the share sustained in training
+    attention:        FLOPs that the mask leaves / (P * share), forward and backward apart
+    streaming:        bytes / (vendor bandwidth * memory_efficiency)
+
+The tail says that the last wave of 128x256 tiles over all multiprocessors runs part-filled; it makes
+the small GEMMs that tensor parallelism leaves slower per FLOP, smoothly and monotonically.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_autoplan.cluster.topology import Device
+from ds_autoplan.cost import constants as fitted
+from ds_autoplan.cost.constants import Constants
+from ds_autoplan.errors import UnsupportedError
+
+TILE = 128 * 256
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "fp4": 0.5}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernel times of one device at one GEMM precision; build with :func:`kernels_for`."""
+
+    device: Device
+    precision: str
+    rate: float  # FLOP/s sustained by large GEMMs
+    base_rate: float  # the same at the 16-bit (or fp32) precision that attention and head run in
+    memory_rate: float  # bytes/s of streaming kernels
+    attention_forward: float
+    attention_backward: float
+    constants: Constants
+    calibrated: bool
+
+    def gemm_s(self, m: float, k: float, n: float, count: float = 1.0, base: bool = False) -> float:
+        """`count` GEMMs of (m, k) x (k, n) launched together (a grouped GEMM)."""
+        if m <= 0 or k <= 0 or n <= 0:
+            return 0.0
+        constants = self.constants
+        rate = self.base_rate if base else self.rate
+        flops = 2.0 * m * k * n * count
+        tail = constants.tail_waves * 2.0 * TILE * self.device.multiprocessors * k / rate
+        compute = flops / rate * (1.0 + constants.tile_setup_k / k) + min(tail, flops / rate)
+        bytes_per = 2.0 if self.precision != "fp32" else 4.0
+        memory = count * (m * k + k * n + m * n) * bytes_per / self.memory_rate
+        return max(compute, memory) + constants.kernel_gap_s
+
+    def attention_s(self, flops: float, backward: bool) -> float:
+        """Fused attention core with `flops` forward FLOPs after masking."""
+        share = self.attention_backward if backward else self.attention_forward
+        work = flops * (2.5 if backward else 1.0)
+        return work / (self.base_rate * share) + self.constants.kernel_gap_s
+
+    def stream_s(self, bytes_moved: float) -> float:
+        """A memory-bound kernel that moves `bytes_moved` (read plus written)."""
+        return bytes_moved / self.memory_rate
+
+
+def kernels_for(device: Device, precision: str, constants: Constants) -> Kernels:
+    """The :class:`Kernels` of `device` when GEMMs run in `precision`.
+
+    Raises:
+        UnsupportedError: the device does not compute in that precision.
+    """
+    base = "fp32" if precision == "fp32" else "bf16"
+    if base not in device.peak_flops:
+        base = "fp16"
+    if precision not in device.peak_flops and not (precision == "fp16" and base == "bf16"):
+        raise UnsupportedError(
+            f"The device {device.name} does not compute in {precision}.",
+            f"It knows {', '.join(device.peak_flops)}.",
+            "Choose one of these with --precision.",
+        )
+    rate, sure = _rate(device, precision, constants)
+    base_rate, base_sure = _rate(device, base, constants)
+    shares = constants.attention_share.get(device.architecture, fitted.ATTENTION_SHARE_DEFAULT)
+    return Kernels(
+        device=device,
+        precision=precision,
+        rate=rate,
+        base_rate=base_rate,
+        memory_rate=device.memory_bytes_per_s * constants.memory_efficiency,
+        attention_forward=shares[0],
+        attention_backward=shares[1],
+        constants=constants,
+        calibrated=sure and base_sure,
+    )
+
+
+def _rate(device: Device, precision: str, constants: Constants) -> tuple[float, bool]:
+    key = "bf16" if precision == "fp16" and "bf16" in device.peak_flops else precision
+    peak = device.peak_flops[key]
+    share = fitted.MATMUL_SHARE.get(device.architecture, fitted.MATMUL_SHARE_DEFAULT)
+    matmul = device.matmul_flops.get(key, peak * share)
+    sustained = constants.sustained.get((device.architecture, key))
+    known = sustained is not None and key in device.matmul_flops
+    return matmul * (sustained if sustained is not None else fitted.SUSTAINED_DEFAULT), known

@@ -1,0 +1,384 @@
+r"""Price of one block on one rank: forward, backward, exposed traffic, per-step work.
+
+forward_s  = GEMMs + attention core + streaming (norms, residuals, activations, casts)
+             + exposed tp/cp/ep traffic; never less than the host needs to launch its kernels
+backward_s = input and weight gradients (two GEMMs for one) + attention backward + streaming
+             + traffic + what checkpointing recomputes
+per_step_s = gradient reduction and parameter gather beyond what hides under this layer's own
+             compute, and the optimizer's pass over the local states
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_autoplan.cluster.collectives import collective_s, volume_bytes
+from ds_autoplan.cluster.topology import Topology
+from ds_autoplan.cost.constants import Constants
+from ds_autoplan.cost.frameworks import Framework
+from ds_autoplan.cost.interface import LayerCost
+from ds_autoplan.cost.kernels import Kernels
+from ds_autoplan.cost.memory import activation_bytes, element_bytes, state_bytes
+from ds_autoplan.cost.shapes import LocalBlock, attention_flops, local_block
+from ds_autoplan.model.graph import BlockClass
+from ds_autoplan.strategy import Degrees, Strategy
+from ds_autoplan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything a price depends on beside the layer and the degrees."""
+
+    topology: Topology
+    workload: Workload
+    framework: Framework
+    kernels: Kernels
+    constants: Constants
+    hidden: int
+    volume_only: bool = False
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation element."""
+        return element_bytes(self.workload.precision)
+
+    def tokens(self, degrees: Degrees) -> float:
+        """Tokens of one micro-batch on one rank before sequence parallelism."""
+        return self.workload.seq_length * degrees.micro_batch_size / degrees.cp
+
+    def collective(self, kind: str, buffer_bytes: float, degrees: Degrees, axis: str) -> float:
+        """Seconds of one collective over `axis`, all groups of the axis at the same time."""
+        ways = self.topology.axis_span(degrees, axis)
+        if self.volume_only:
+            fast = self.topology.levels[0].bytes_per_s
+            return volume_bytes(kind, buffer_bytes, ways) / fast
+        return collective_s(self.topology, kind, buffer_bytes, ways)
+
+
+@dataclass(frozen=True)
+class Detail:
+    """Exposed seconds by cause, beside a :class:`LayerCost`: per micro-batch, `dp_s` per step."""
+
+    tp_s: float
+    cp_s: float
+    ep_s: float
+    zero3_s: float
+    dp_s: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one direction through a block, by cause."""
+
+    compute_s: float
+    tp_s: float
+    cp_s: float
+    ep_s: float
+
+    @property
+    def communication_s(self) -> float:
+        """Exposed traffic."""
+        return self.tp_s + self.cp_s + self.ep_s
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.compute_s + self.communication_s
+
+
+def block_cost(
+    setting: Setting, block: BlockClass, strategy: Strategy, degrees: Degrees
+) -> tuple[LayerCost, Detail]:
+    """The :class:`LayerCost` of one block, and its traffic by cause."""
+    tokens = setting.tokens(degrees)
+    local = local_block(block, strategy, degrees, tokens, setting.framework.expert_imbalance)
+    forward, core_s, stream_s = forward_pass(setting, block, local, strategy, degrees)
+    backward = backward_pass(setting, block, local, strategy, degrees, forward, core_s, stream_s)
+    recompute = Pass(0.0, 0.0, 0.0, 0.0)
+    if strategy.activation_checkpointing == "full":
+        recompute = forward
+    elif strategy.activation_checkpointing == "selective":
+        recompute = Pass(core_s + setting.framework.selective_streams * stream_s, 0.0, 0.0, 0.0)
+    kept, transient = activation_bytes(
+        block,
+        setting.hidden,
+        setting.workload.seq_length,
+        tokens,
+        strategy,
+        degrees,
+        setting.workload,
+        setting.framework,
+    )
+    states, reduced, per_step, gathered, dp_s = shared_state(
+        setting, local.parameters, local.expert_parameters, degrees, forward, backward
+    )
+    traffic = forward.communication_s + backward.communication_s + recompute.communication_s
+    zero3 = gathered.forward_s + gathered.backward_s
+    waste = 1.0 + setting.framework.fragmentation
+    cost = LayerCost(
+        forward_s=forward.total_s + gathered.forward_s,
+        backward_s=backward.total_s + recompute.total_s + gathered.backward_s,
+        communication_s=traffic + zero3,
+        gradient_bytes_reduced=reduced,
+        parameter_bytes=states[0],
+        gradient_bytes=states[1],
+        optimizer_bytes=states[2],
+        activation_bytes=kept * waste,
+        workspace_bytes=(transient + gathered.workspace_bytes) * waste,
+        per_step_s=per_step,
+    )
+    passes = (forward, backward, recompute)
+    detail = Detail(
+        sum(each.tp_s for each in passes),
+        sum(each.cp_s for each in passes),
+        sum(each.ep_s for each in passes),
+        zero3,
+        dp_s,
+    )
+    return cost, detail
+
+
+def forward_pass(
+    setting: Setting,
+    block: BlockClass,
+    local: LocalBlock,
+    strategy: Strategy,
+    degrees: Degrees,
+) -> tuple[Pass, float, float]:
+    """Forward of a block: (pass, attention core seconds, streaming seconds)."""
+    kernels, framework = setting.kernels, setting.framework
+    gemm_s = sum(kernels.gemm_s(g.m, g.k, g.n, g.count) for g in local.gemms)
+    core_s = attention_core_s(setting, block, local, degrees, backward=False)
+    stream_s = kernels.stream_s(
+        streamed_bytes(setting, block, local, strategy, degrees) * framework.elementwise_passes
+    )
+    stream_s += kernels.stream_s(cast_bytes(setting, local))
+    compute = gemm_s + core_s + stream_s
+    if not framework.cuda_graphs:
+        compute = max(compute, launches(setting, block, degrees) * setting.constants.host_launch_s)
+    tp_s, cp_s, ep_s = traffic_s(setting, block, local, strategy, degrees, core_s)
+    return Pass(compute, tp_s, cp_s, ep_s), core_s, stream_s
+
+
+def backward_pass(
+    setting: Setting,
+    block: BlockClass,
+    local: LocalBlock,
+    strategy: Strategy,
+    degrees: Degrees,
+    forward: Pass,
+    core_forward_s: float,
+    stream_forward_s: float,
+) -> Pass:
+    """Backward of a block without recomputation."""
+    kernels = setting.kernels
+    frozen = setting.workload.trainable_fraction
+    gemm_s = 0.0
+    for g in local.gemms:
+        gemm_s += kernels.gemm_s(g.m, g.n, g.k, g.count)
+        gemm_s += kernels.gemm_s(g.k, g.m, g.n, g.count) * frozen
+    core_s = attention_core_s(setting, block, local, degrees, backward=True)
+    compute = gemm_s + core_s + 2.0 * stream_forward_s
+    if not setting.framework.cuda_graphs:
+        host = 2.0 * launches(setting, block, degrees) * setting.constants.host_launch_s
+        compute = max(compute, host)
+    cp_s = forward.cp_s
+    if degrees.cp > 1:
+        cp_s = traffic_s(setting, block, local, strategy, degrees, core_s, backward=True)[1]
+    return Pass(compute, forward.tp_s, cp_s, forward.ep_s)
+
+
+def attention_core_s(
+    setting: Setting, block: BlockClass, local: LocalBlock, degrees: Degrees, backward: bool
+) -> float:
+    """Scores, softmax and values of all attentions of a block."""
+    total = 0.0
+    kernels = setting.kernels
+    seq = setting.workload.seq_length
+    for attention in (block.attention, block.cross_attention):
+        if attention is None:
+            continue
+        if setting.framework.flash_attention:
+            flops = attention_flops(attention, local.tokens, seq, local.tp_attention)
+            total += kernels.attention_s(flops, backward)
+            continue
+        flops = attention_flops(attention, local.tokens, seq, local.tp_attention, masked=False)
+        scores = local.tokens * seq * attention.num_heads / local.tp_attention
+        e = setting.element
+        # Forward: scores written; masked softmax reads and writes; dropout reads, writes and keeps a
+        # byte; values read. Backward reads and writes the same again with the saved ones.
+        moved = scores * (6.0 * e + 1.0) * (1.5 if backward else 1.0)
+        total += flops * (2.0 if backward else 1.0) / kernels.base_rate + kernels.stream_s(moved)
+    return total
+
+
+def streamed_bytes(
+    setting: Setting, block: BlockClass, local: LocalBlock, strategy: Strategy, degrees: Degrees
+) -> float:
+    """Bytes that norms, residuals, rotary and activation functions move forward, fused."""
+    e = setting.element
+    tokens = local.tokens
+    sequence_ways = degrees.tp if strategy.sequence_parallel else 1
+    norms = 1 if block.parallel_residual else 2
+    # A norm reads and writes; dropout and residual read two and write one.
+    moved = norms * 5.0 * tokens * setting.hidden * e / sequence_ways
+    if block.attention is not None:
+        width = block.attention.head_dim * (
+            block.attention.num_heads + block.attention.num_kv_heads
+        )
+        moved += 2.0 * tokens * width * e / local.tp_attention
+    mlp = block.mlp
+    if mlp is not None:
+        inner = mlp.shared_intermediate_size + mlp.intermediate_size * max(1, mlp.top_k)
+        moved += (3.0 if mlp.gated else 2.0) * tokens * inner * e / local.tp_mlp
+        if mlp.num_experts:
+            # Permute and unpermute: each read and written, once before and once after the experts.
+            moved += 4.0 * tokens * mlp.top_k * setting.hidden * e / degrees.tp
+    return moved
+
+
+def cast_bytes(setting: Setting, local: LocalBlock) -> float:
+    """Bytes moved to quantise GEMM inputs: read 16 bits, write 8 and its transpose."""
+    if setting.kernels.precision not in ("fp8", "fp4"):
+        return 0.0
+    return sum(g.m * g.k * g.count for g in local.gemms) * setting.constants.cast_bytes
+
+
+def launches(setting: Setting, block: BlockClass, degrees: Degrees) -> float:
+    """Kernels launched by one forward of a block."""
+    count = float(setting.framework.kernels_per_layer)
+    if block.mlp is not None and block.mlp.num_experts:
+        count += setting.framework.kernels_per_moe
+        count += setting.framework.kernels_per_expert * block.mlp.num_experts / degrees.ep
+    return count
+
+
+def traffic_s(
+    setting: Setting,
+    block: BlockClass,
+    local: LocalBlock,
+    strategy: Strategy,
+    degrees: Degrees,
+    core_s: float,
+    backward: bool = False,
+) -> tuple[float, float, float]:
+    """Exposed (tp, cp, ep) seconds of one forward (or backward) through a block."""
+    e = setting.element
+    stream = local.tokens * setting.hidden * e
+    tp_s = cp_s = ep_s = 0.0
+    if degrees.tp > 1:
+        parts = (1 if local.tp_attention > 1 or strategy.sequence_parallel else 0) + (
+            1 if local.tp_mlp > 1 or strategy.sequence_parallel else 0
+        )
+        if strategy.sequence_parallel:
+            once = setting.collective("all_gather", stream, degrees, "tp")
+            once += setting.collective("reduce_scatter", stream, degrees, "tp")
+        else:
+            once = setting.collective("all_reduce", stream, degrees, "tp")
+        tp_s = parts * once * (1.0 - setting.framework.tp_overlap)
+    if degrees.cp > 1 and block.attention is not None:
+        attention = block.attention
+        width = attention.num_kv_heads * (attention.head_dim + attention.value_head_dim)
+        own = local.tokens * width * e / min(local.tp_attention, attention.num_kv_heads)
+        ring = setting.collective("all_gather", own * degrees.cp, degrees, "cp")
+        if backward:
+            ring *= 2.0
+        hidden = core_s * (degrees.cp - 1) / degrees.cp
+        slowed = min(ring, hidden) * setting.constants.overlap_slowdown
+        cp_s = max(0.0, ring - hidden) + slowed
+    if degrees.ep > 1 and block.mlp is not None and block.mlp.num_experts:
+        routed = local.tokens / degrees.tp * block.mlp.top_k * setting.hidden * e
+        exchange = setting.collective("all_to_all", routed, degrees, "ep")
+        ep_s = 2.0 * exchange * (1.0 - setting.framework.ep_overlap)
+    if degrees.tp > 1 and local.expert_parameters and block.mlp is not None:
+        # Tokens of all tp ranks visit every rank's slice of the experts.
+        routed = local.tokens * block.mlp.top_k * setting.hidden * e
+        once = setting.collective("all_gather", routed, degrees, "tp")
+        once += setting.collective("reduce_scatter", routed, degrees, "tp")
+        tp_s += once - tp_s / 2.0
+    return tp_s, cp_s, ep_s
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What ZeRO-3 adds to a layer: exposed gathers, and the gathered weights."""
+
+    forward_s: float
+    backward_s: float
+    workspace_bytes: float
+
+
+def shared_state(
+    setting: Setting,
+    parameters: float,
+    expert_parameters: float,
+    degrees: Degrees,
+    forward: Pass,
+    backward: Pass,
+) -> tuple[tuple[float, float, float], float, float, Gathered, float]:
+    """States, bytes reduced, per-step seconds, ZeRO-3 traffic, and the per-step traffic alone.
+
+    Experts are replicated over dp * cp / ep ranks only; everything else over dp * cp.
+    """
+    workload, framework = setting.workload, setting.framework
+    ranks = degrees.dp * degrees.cp
+    expert_ranks = max(1, ranks // degrees.ep)
+    states = [0.0, 0.0, 0.0]
+    reduced = per_step = dp_s = 0.0
+    gather_forward = gather_backward = workspace = 0.0
+    own = setting.element
+    for count, shards, axis in (
+        (parameters, ranks, "dp_cp"),
+        (expert_parameters, expert_ranks, "expert_dp"),
+    ):
+        if count <= 0:
+            continue
+        part = state_bytes(count, shards, degrees.zero_stage, workload, framework)
+        for index, value in enumerate((part.parameters, part.gradients, part.optimizer)):
+            states[index] += value
+        wire = framework.reduce_bytes or framework.gradient_bytes or own
+        gradient = count * workload.trainable_fraction * wire
+        reduced += gradient
+        local_share = count * workload.trainable_fraction
+        local_share /= shards if degrees.zero_stage >= 1 else 1
+        per_step += setting.kernels.stream_s(local_share * framework.optimizer_bytes_moved)
+        if shards == 1:
+            continue
+        if degrees.zero_stage >= 3:
+            gather = bucketed_s(setting, "all_gather", count * own, degrees, axis)
+            scatter = bucketed_s(setting, "reduce_scatter", gradient, degrees, axis)
+            gather_forward += _beyond(setting, gather, forward.total_s, framework.zero3_overlap)
+            gather_backward += _beyond(
+                setting, gather + scatter, backward.total_s, framework.zero3_overlap
+            )
+            workspace += 2.0 * count * own
+            continue
+        kind = "reduce_scatter" if degrees.zero_stage and framework.reduce_scatter else "all_reduce"
+        reduction = bucketed_s(setting, kind, gradient, degrees, axis)
+        dp_s += _beyond(setting, reduction, backward.total_s, framework.gradient_overlap)
+        if degrees.zero_stage >= 1:
+            gather = bucketed_s(setting, "all_gather", count * own, degrees, axis)
+            dp_s += _beyond(setting, gather, forward.total_s, framework.parameter_overlap)
+    gathered = Gathered(gather_forward, gather_backward, workspace)
+    return (states[0], states[1], states[2]), reduced, per_step + dp_s, gathered, dp_s
+
+
+def bucketed_s(setting: Setting, kind: str, bytes_: float, degrees: Degrees, axis: str) -> float:
+    """A collective over `bytes_` that runs bucket by bucket: affine in bytes."""
+    bucket = setting.framework.bucket_bytes
+    spanned = axis if axis != "expert_dp" else "dp_cp"
+    if axis == "expert_dp" and degrees.ep > 1:
+        ways = setting.topology.span(
+            max(1, degrees.dp * degrees.cp // degrees.ep), degrees.tp * degrees.ep
+        )
+        return collective_s(setting.topology, kind, bucket, ways) * bytes_ / bucket
+    return setting.collective(kind, bucket, degrees, spanned) * bytes_ / bucket
+
+
+def _beyond(setting: Setting, traffic: float, compute: float, overlap: bool) -> float:
+    """What of `traffic` shows when it may hide under `compute`."""
+    if not overlap:
+        return traffic
+    window = compute * setting.constants.overlap_window
+    hidden = min(traffic, window)
+    return traffic - hidden + hidden * setting.constants.overlap_slowdown

@@ -1,0 +1,126 @@
+"""Bytes that one rank keeps: states by engine and ZeRO stage, activations by layer and strategy.
+
+States, per parameter of the rank's share, P being the parameter's own bytes (2 for bf16/fp16, 4 for
+fp32) and d the ranks that ZeRO shards over:
+
+    parameters   P                        (ZeRO-3: P/d, and the gathered layer is workspace)
+    gradients    the accumulation buffer  (ZeRO-2, ZeRO-3: 1/d)
+    optimizer    fp32 copy of low-precision parameters + the moments + what the engine adds, 1/d from
+                 ZeRO-1 on
+
+Activations of one layer follow what autograd saves for backward; elements per token, by tensor, are
+listed in :func:`activation_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_autoplan.cost.frameworks import Framework
+from ds_autoplan.cost.shapes import split_ways
+from ds_autoplan.model.graph import BlockClass
+from ds_autoplan.strategy import Degrees, Strategy
+from ds_autoplan.workload import Workload
+
+# fp32 numbers of state per parameter.
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "lion": 1, "adafactor": 0.01, "muon": 1}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one group of parameters on one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+def element_bytes(precision: str) -> int:
+    """Bytes of a parameter and of an activation."""
+    return 4 if precision == "fp32" else 2
+
+
+def state_bytes(
+    parameters: float,
+    shards: int,
+    zero_stage: int,
+    workload: Workload,
+    framework: Framework,
+) -> StateBytes:
+    """States of `parameters` (count on this rank, before ZeRO) when ZeRO shards over `shards` ranks."""
+    own = element_bytes(workload.precision)
+    trainable = parameters * workload.trainable_fraction
+    gradient = framework.gradient_bytes or own
+    states = 4.0 * OPTIMIZER_STATES.get(workload.optimizer, 2)
+    low_precision = own < 4
+    if low_precision and framework.master_weights:
+        states += 4.0 + framework.master_gradient_bytes
+    elif zero_stage >= 1 and framework.fp32_partition_copy:
+        states += 4.0 + framework.master_gradient_bytes
+    shard_optimizer = shards if zero_stage >= 1 else 1
+    shard_gradient = shards if zero_stage >= 2 else 1
+    shard_parameter = shards if zero_stage >= 3 else 1
+    return StateBytes(
+        parameters=parameters * own / shard_parameter,
+        gradients=trainable * gradient / shard_gradient,
+        optimizer=trainable * states / shard_optimizer,
+    )
+
+
+def activation_bytes(
+    block: BlockClass,
+    hidden: int,
+    seq_length: int,
+    tokens: float,
+    strategy: Strategy,
+    degrees: Degrees,
+    workload: Workload,
+    framework: Framework,
+) -> tuple[float, float]:
+    """(kept per micro-batch in flight, kept while the layer's backward runs), bytes on one rank.
+
+    The second is what full or selective checkpointing recomputes; 0 without checkpointing.
+    """
+    e = float(element_bytes(workload.precision))
+    attention_ways, mlp_ways = split_ways(block, strategy, degrees.tp)
+    sequence_ways = degrees.tp if strategy.sequence_parallel else 1
+    extra = framework.activation_extra
+    stream = tokens * hidden * e / sequence_ways
+    norms = 2 if not block.parallel_residual else 1
+    # Norms: input, and output as the next linear's input; eager norms also keep an fp32 copy.
+    kept = norms * stream * (2.0 + extra * (4.0 / e) * (1.0 if e < 4 else 0.0))
+    recomputable = norms * stream
+    for attention in (block.attention, block.cross_attention):
+        if attention is None:
+            continue
+        query = tokens * attention.num_heads * attention.head_dim * e / attention_ways
+        kv_ways = min(attention_ways, attention.num_kv_heads)
+        values = attention.num_kv_heads * attention.value_head_dim
+        keys = attention.num_kv_heads * attention.head_dim
+        key_value = tokens * (keys + values) * e / kv_ways
+        context = tokens * attention.num_heads * attention.value_head_dim * e / attention_ways
+        kept += query + key_value + context
+        recomputable += context
+        if framework.flash_attention:
+            kept += tokens * attention.num_heads * 4.0 / attention_ways
+        else:
+            scores = tokens * seq_length * attention.num_heads / attention_ways
+            kept += scores * (2.0 * e + 1.0)
+            recomputable += scores * (2.0 * e + 1.0)
+    mlp = block.mlp
+    if mlp is not None:
+        in_shared = tokens * mlp.shared_intermediate_size / mlp_ways
+        in_routed = tokens * mlp.intermediate_size / mlp_ways
+        if mlp.num_experts:
+            in_routed *= mlp.top_k
+            # Permuted expert inputs, and expert outputs before they are combined.
+            kept += 2.0 * tokens * mlp.top_k * hidden * e / degrees.tp
+        per = (3.0 + extra) if mlp.gated else 2.0
+        inner = (in_shared + in_routed) * e
+        kept += per * inner
+        recomputable += (1.0 + (extra if mlp.gated else 0.0)) * inner
+    if strategy.activation_checkpointing == "full":
+        return stream, kept
+    if strategy.activation_checkpointing == "selective":
+        return kept - recomputable, recomputable
+    return kept, 0.0
