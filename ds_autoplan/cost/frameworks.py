@@ -46,6 +46,8 @@ class Framework:
         loss_bytes_moved: bytes per logit that the loss moves forward (fp32 softmax; backward: half).
         logit_bytes: bytes per logit alive at the loss's peak.
         cuda_graphs: launches are replayed from a graph, so the host never limits.
+        default_zero_stage: what the engine does where a run does not say.
+        default_sequence_parallel: the same, for tp > 1.
     """
 
     name: str
@@ -79,9 +81,11 @@ class Framework:
     loss_bytes_moved: float = 12.0
     logit_bytes: float = 10.0
     cuda_graphs: bool = False
+    default_zero_stage: int = 1
+    default_sequence_parallel: bool = False
 
 
-MEGATRON = Framework("megatron")
+MEGATRON = Framework("megatron", default_sequence_parallel=True)
 NEMO = replace(MEGATRON, name="nemo", tp_overlap=0.6)
 MEGATRON_2021 = replace(
     MEGATRON,
@@ -92,6 +96,15 @@ MEGATRON_2021 = replace(
     gradient_overlap=False,
     parameter_overlap=False,
     pipeline_overlap=0.0,
+    default_zero_stage=0,
+    default_sequence_parallel=False,
+)
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON_2021,
+    name="megatron-deepspeed",
+    scatter_sends=False,
+    context_bytes=8e9,
+    default_zero_stage=1,
 )
 DEEPSPEED = Framework(
     "deepspeed",
@@ -114,4 +127,29 @@ DEEPSPEED = Framework(
     bucket_bytes=1e9,
     kernels_per_layer=60,
 )
+FSDP = Framework(
+    "fsdp",
+    gradient_bytes=0,
+    elementwise_passes=1.5,
+    activation_extra=0.5,
+    context_bytes=2.0e9,
+    default_zero_stage=3,
+)
+JAX = replace(FSDP, name="jax", elementwise_passes=1.0, activation_extra=0.0)
+NANOTRON = replace(MEGATRON, name="nanotron", elementwise_passes=1.5, gradient_overlap=False)
+INTERNEVO = replace(
+    MEGATRON, name="internevo", elementwise_passes=1.3, default_sequence_parallel=False
+)
 BY_BACKEND = {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
+
+# What a run's description says of its engine, first match wins.
+BY_PATTERN = (
+    (r"maxtext|paxml|\bjax\b|xla", JAX),
+    (r"llm-foundry|fsdp|torchtitan|composer", FSDP),
+    (r"nanotron", NANOTRON),
+    (r"internevo|internlm", INTERNEVO),
+    (r"bigscience|megatron-deepspeed", MEGATRON_DEEPSPEED),
+    (r"sc21|older readme|2020|2021", MEGATRON_2021),
+    (r"nemo|dgxc|bridge", NEMO),
+    (r"deepspeed|\bzero\b", DEEPSPEED),
+)

@@ -1,0 +1,327 @@
+"""From one line of a runs file to everything a price needs: graph, cluster, workload, degrees, engine.
+
+The schema is that of published runs: `model` {layers, hidden, ffn, heads, kv_heads, vocab, seq, gated_mlp,
+experts, topk, moe_ffn, shared_ffn, dense_layers, attention}, `hardware` {gpu, gpus_per_node, nodes,
+interconnect}, `parallel` {tp, pp, dp, cp, ep, vpp, sp, zero_stage, recompute}, `batch` {global, micro},
+`precision`, `measured`, `source`, `notes`. `null` means the source does not say; what is assumed then is
+stated at the place.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_autoplan.cluster.presets import build_topology
+from ds_autoplan.cluster.topology import Topology
+from ds_autoplan.cost import frameworks
+from ds_autoplan.cost.frameworks import Framework
+from ds_autoplan.cost.interface import StageAssignment
+from ds_autoplan.errors import AutoplanError, BadInputError, UnsupportedError
+from ds_autoplan.model.graph import Attention, BlockClass, BlockGraph, Mlp, Operator
+from ds_autoplan.strategy import Degrees, Strategy
+from ds_autoplan.workload import Workload
+
+# Multi-head latent attention of DeepSeek-V2/V3 and Kimi-K2 (public model configs): ranks of the compressed
+# query and key/value, head dims without and with rotary, and of values.
+MLA = {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured run, ready to price."""
+
+    id: str
+    graph: BlockGraph
+    topology: Topology
+    workload: Workload
+    framework: Framework
+    degrees: Degrees
+    stages: tuple[StageAssignment, ...]
+    measured_step_s: float | None
+    measured_peak_bytes: float | None
+    peak_kind: str
+    family: str
+
+
+def read_row(data: dict[str, Any]) -> Row:
+    """Interpret one line.
+
+    Raises:
+        UnsupportedError: something the model cannot price, named.
+        BadInputError: a key that every row must have is missing.
+    """
+    try:
+        return _read(data)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, AutoplanError):
+            raise
+        raise BadInputError(
+            f"The run {data.get('id', '?')!r} lacks or misstates {error}.",
+            "A run needs model, hardware, parallel, batch and precision.",
+        ) from error
+
+
+def _read(data: dict[str, Any]) -> Row:
+    parallel, batch = data["parallel"], data["batch"]
+    framework = framework_of(data)
+    graph = graph_of(data)
+    topology = topology_of(data)
+    tp, pp = int(parallel["tp"] or 1), int(parallel["pp"] or 1)
+    cp, ep = int(parallel.get("cp") or 1), int(parallel.get("ep") or 1)
+    world = topology.num_devices
+    dp = int(parallel.get("dp") or world // (tp * pp * cp))
+    micro = int(batch.get("micro") or 1)
+    global_batch = int(batch["global"])
+    num_micro = max(1, round(global_batch / (dp * micro)))
+    zero_stage = parallel.get("zero_stage")
+    if zero_stage is None:
+        zero_stage = framework.default_zero_stage
+    vpp = int(parallel.get("vpp") or 1)
+    degrees = Degrees(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        ep=ep,
+        vpp=vpp if pp > 1 else 1,
+        zero_stage=int(zero_stage),
+        micro_batch_size=micro,
+        num_micro_batches=num_micro,
+    )
+    precision = precision_of(str(data["precision"]))
+    workload = Workload(
+        seq_length=int(data["model"]["seq"]),
+        global_batch_size=global_batch,
+        precision=precision,
+        optimizer="muon" if "muon" in str(data.get("notes", "")).lower() else "adamw",
+        backend="megatron",
+    )
+    strategy = strategy_of(data, degrees, framework)
+    measured = data.get("measured", {})
+    derived = data.get("derived", {})
+    peak = measured.get("peak_mem_gb")
+    unit = str(measured.get("peak_mem_unit") or "GiB")
+    return Row(
+        id=str(data["id"]),
+        graph=graph,
+        topology=topology,
+        workload=workload,
+        framework=framework,
+        degrees=degrees,
+        stages=even_stages(graph.num_layers, pp, strategy, "embeddings as pp" in str(data)),
+        measured_step_s=measured.get("iteration_s") or derived.get("iteration_s"),
+        measured_peak_bytes=None if peak is None else peak * (2**30 if "GiB" in unit else 1e9),
+        peak_kind=peak_kind_of(data),
+        family=family_of(data),
+    )
+
+
+def family_of(data: dict[str, Any]) -> str:
+    """The measurement family: one publisher's runs with one engine."""
+    source = str(data.get("source", ""))
+    repository = re.split(r"[@ ]", source)[0]
+    if "maxtext" in str(data["id"]) or "paxml" in str(data["id"]):
+        return "jax"
+    return repository or str(data["id"]).split("-")[0]
+
+
+def framework_of(data: dict[str, Any]) -> Framework:
+    """The engine's behaviour, from what the row says of it; unknown engines count as Megatron."""
+    text = " ".join(str(data.get(key, "")) for key in ("source", "notes", "id", "framework")).lower()
+    for pattern, framework in frameworks.BY_PATTERN:
+        if re.search(pattern, text):
+            found = framework
+            break
+    else:
+        stage = data["parallel"].get("zero_stage")
+        found = frameworks.FSDP if stage is not None and int(stage) >= 3 else frameworks.MEGATRON
+    precision = str(data.get("precision", "")).lower()
+    if "pure" in precision:
+        found = replace(found, gradient_bytes=2, reduce_bytes=2, master_weights=False)
+    elif "fp16 grad" in precision:
+        found = replace(found, gradient_bytes=2, reduce_bytes=2)
+    elif "fp32 grad" in precision:
+        found = replace(found, gradient_bytes=4)
+    return found
+
+
+def precision_of(text: str) -> str:
+    """Our precision's name for the row's."""
+    lower = text.lower()
+    if "fp4" in lower:
+        return "fp4"
+    if "fp8" in lower:
+        return "fp8"
+    if "bf16" in lower:
+        return "bf16"
+    if "fp16" in lower:
+        return "fp16"
+    if "fp32" in lower or "tf32" in lower:
+        return "fp32"
+    raise UnsupportedError(f"The precision {text!r} is not known.")
+
+
+def peak_kind_of(data: dict[str, Any]) -> str:
+    """What the row's peak memory counts: "allocated", "reserved" or "device"."""
+    kind = str(data.get("measured", {}).get("peak_mem_kind") or "").lower()
+    stage = ":last" if "last_rank_memory" in data.get("flags", ()) else ""
+    if "nvidia-smi" in kind or "device" in kind:
+        return "device" + stage
+    if "alloc" in kind and "reserved" not in kind:
+        return "allocated" + stage
+    return "reserved" + stage
+
+
+def topology_of(data: dict[str, Any]) -> Topology:
+    """The cluster, with the network that `interconnect` states where it states one."""
+    hardware = data["hardware"]
+    per_node = int(hardware["gpus_per_node"])
+    nodes = int(hardware["nodes"])
+    text = str(hardware.get("interconnect") or "")
+    gbit: float | None = None
+    if match := re.search(r"(\d+)x(\d+)\s*Gb", text):
+        gbit = float(match.group(1)) * float(match.group(2)) / max(per_node, 1)
+    elif match := re.search(r"(\d+)\s*Gb(?:ps|/s)?/(node|GPU)", text):
+        gbit = float(match.group(1)) / (per_node if match.group(2) == "node" else 1)
+    return build_topology(nodes, per_node, str(hardware["gpu"]), gbit)
+
+
+def strategy_of(data: dict[str, Any], degrees: Degrees, framework: Framework) -> Strategy:
+    """One strategy for all layers."""
+    parallel = data["parallel"]
+    sequence = parallel.get("sp")
+    if sequence is None:
+        sequence = framework.default_sequence_parallel
+    recompute = str(parallel.get("recompute") or "none").lower()
+    checkpointing = "none"
+    if "full" in recompute:
+        checkpointing = "full"
+    elif "selective" in recompute:
+        checkpointing = "selective"
+    return Strategy(
+        sequence_parallel=bool(sequence) and degrees.tp > 1,
+        activation_checkpointing=checkpointing,
+    )
+
+
+def even_stages(
+    layers: int, pp: int, strategy: Strategy, ends_count: bool = False
+) -> tuple[StageAssignment, ...]:
+    """Cut `layers` as evenly as possible; middle stages get the remainder, as the ends carry more.
+
+    With `ends_count` the embedding and the head each count as a layer.
+    """
+    total = layers + (2 if ends_count else 0)
+    base, rest = divmod(total, pp)
+    if base == 0:
+        raise UnsupportedError(f"{layers} layers cannot be cut into {pp} stages.")
+    counts = [base] * pp
+    order = sorted(range(pp), key=lambda stage: (stage in (0, pp - 1), stage == 0, stage))
+    for stage in order[:rest]:
+        counts[stage] += 1
+    if ends_count:
+        counts[0] -= 1
+        counts[-1] -= 1
+    stages, first = [], 0
+    for count in counts:
+        stages.append(StageAssignment(first, first + count - 1, (strategy,) * count))
+        first += count
+    return tuple(stages)
+
+
+def graph_of(data: dict[str, Any]) -> BlockGraph:
+    """A :class:`BlockGraph` of the row's model."""
+    model = data["model"]
+    hidden, layers = int(model["hidden"]), int(model["layers"])
+    vocab = int(model["vocab"])
+    notes = str(data.get("notes", "")).lower()
+    experts = int(model.get("experts") or 0)
+    dense_first = int(model.get("dense_layers") or 0)
+    attention = _attention_operators(model)
+    classes, indices = [], []
+    if experts:
+        classes.append(_block(model, attention, experts))
+        if dense_first:
+            classes.append(_block(model, attention, 0))
+        indices = [1] * min(dense_first, layers) + [0] * (layers - min(dense_first, layers))
+    else:
+        classes.append(_block(model, attention, 0))
+        indices = [0] * layers
+    if model.get("encoder_layers"):
+        raise UnsupportedError(
+            "Encoder-decoder runs are not priced from a runs file;",
+            "its rows describe one stack of layers.",
+        )
+    if "mtp layer possibly included" in notes:
+        # A multi-token-prediction layer: one more block, and the head once more (priced as a block).
+        indices.append(0)
+    tied = "tied embeddings" in notes and "untied" not in notes
+    tied = tied or (not model.get("gated_mlp") and "untied" not in notes)
+    word = Operator("word", "embedding", "word", 0, hidden, vocab * hidden)
+    head = Operator("head", "linear", "head", hidden, vocab, 0 if tied else vocab * hidden)
+    norm = Operator("norm", "norm", "norm", 0, hidden, hidden)
+    return BlockGraph(
+        name=str(model.get("name", data["id"])),
+        model_type="row",
+        hidden_size=hidden,
+        vocab_size=vocab,
+        max_position=int(model["seq"]),
+        classes=tuple(classes),
+        layers=tuple(indices),
+        embedding=(word,),
+        head=(norm, head),
+        tied=tied,
+    )
+
+
+def _linear(name: str, role: str, k: int, n: int) -> Operator:
+    return Operator(name, "linear", role, k, n, k * n)
+
+
+def _attention_operators(model: dict[str, Any]) -> tuple[Attention, tuple[Operator, ...]]:
+    hidden, heads = int(model["hidden"]), int(model["heads"])
+    kv_heads = int(model.get("kv_heads") or heads)
+    if str(model.get("attention") or "").upper() == "MLA":
+        key = MLA["nope"] + MLA["rope"]
+        shape = Attention(heads, heads, key, MLA["value"])
+        return shape, (
+            _linear("q_a", "other", hidden, MLA["q_rank"]),
+            _linear("q_b", "q", MLA["q_rank"], heads * key),
+            _linear("kv_a", "other", hidden, MLA["kv_rank"] + MLA["rope"]),
+            _linear("kv_b", "q", MLA["kv_rank"], heads * (MLA["nope"] + MLA["value"])),
+            _linear("out", "attention_out", heads * MLA["value"], hidden),
+        )
+    head_dim = int(model.get("head_dim") or hidden // heads)
+    shape = Attention(heads, kv_heads, head_dim, head_dim)
+    return shape, (
+        _linear("qkv", "qkv", hidden, (heads + 2 * kv_heads) * head_dim),
+        _linear("out", "attention_out", heads * head_dim, hidden),
+    )
+
+
+def _block(
+    model: dict[str, Any], attention: tuple[Attention, tuple[Operator, ...]], experts: int
+) -> BlockClass:
+    hidden, gated = int(model["hidden"]), bool(model.get("gated_mlp"))
+    shape, operators = attention
+    inner = int(model.get("moe_ffn") or model["ffn"]) if experts else int(model["ffn"])
+    shared = int(model.get("shared_ffn") or 0) if experts else 0
+    top_k = int(model.get("topk") or 1) if experts else 0
+    wide = 2 if gated else 1
+    parts = [*operators, Operator("norms", "norm", "norm", 0, hidden, 2 * hidden)]
+    if experts:
+        parts.append(_linear("router", "router", hidden, experts))
+        size = experts * hidden * inner
+        kind = "experts"
+        parts.append(
+            Operator("up", kind, "expert_gate_up", hidden, wide * inner, wide * size)
+        )
+        parts.append(Operator("down", kind, "expert_down", inner, hidden, size))
+    width = shared if experts else inner
+    if width:
+        parts.append(_linear("mlp_up", "gate_up" if gated else "up", hidden, wide * width))
+        parts.append(_linear("mlp_down", "down", width, hidden))
+    mlp = Mlp(inner, gated, experts, top_k, shared)
+    return BlockClass("moe" if experts else "dense", "row", shape, mlp, tuple(parts))
