@@ -5,7 +5,8 @@ are called, which norms a block has and where biases are. :mod:`ds_autoplan.mode
 and a config into a :class:`~ds_autoplan.model.graph.BlockGraph`. Parameter counts are tested
 against the Hugging Face classes of transformers 5.24, built on the meta device.
 
-A *flag* in a row is True, False, or the name of a config field that says which ("!name" inverts it).
+A *flag* in a row is True, False, or the name of a config field that says which ("!name" inverts
+it).
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Experts:
     """A mixture of experts in place of the MLP.
 
     `layers`: which layers have it: "all"; "step" (every `decoder_sparse_step`-th, minus
-    `mlp_only_layers`); "first_dense" (all but the first `first_k_dense_replace`).
-    `shared_size`: field with the shared expert's width ("" for none); `shared_count`: field with the
-    number of shared experts, each as wide as a routed one.
+    `mlp_only_layers`); "first_dense" (all but the first `first_k_dense_replace`). `shared_size`:
+    field with the shared expert's width ("" for none); `shared_count`: field with the number of
+    shared experts, each as wide as a routed one.
     """
 
     count: tuple[str, ...] = ("num_local_experts", "num_experts")

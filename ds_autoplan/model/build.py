@@ -1,8 +1,9 @@
 """From a config and its table row to a block graph.
 
-Every operator carries its true shape: with V the vocabulary, h the hidden size, f the MLP's width, a
-heads and g key-value heads of size d, a llama block has q (h, a d), k and v (h, g d), out (a d, h),
-gate and up (h, f), down (f, h) and two norms (h), and the ends are word (V, h), norm (h), head (h, V).
+Every operator carries its true shape: with V the vocabulary, h the hidden size, f the MLP's width,
+a heads and g key-value heads of size d, a llama block has q (h, a d), k and v (h, g d), out (a d,
+h), gate and up (h, f), down (f, h) and two norms (h), and the ends are word (V, h), norm (h), head
+(h, V).
 """
 
 from __future__ import annotations
@@ -306,7 +307,7 @@ def build_block(config: Config, row: Architecture, sizes: Sizes, index: int) -> 
     parallel = flag(config, row.parallel_residual)
     if row.new_decoder and flag(config, row.new_decoder):
         count = config.get("num_ln_in_parallel_attn")
-        names = ("input_layernorm",) if count == 1 else ("ln_attn", "ln_mlp")
+        names: tuple[str, ...] = ("input_layernorm",) if count == 1 else ("ln_attn", "ln_mlp")
         parallel = True
     else:
         names = row.serial_norms if row.serial_norms and not parallel else row.norms
@@ -387,7 +388,7 @@ def build_decoder(config: Config, row: Architecture, name: str) -> BlockGraph:
     head_bias = flag(config, row.head_bias)
     own = (0 if tied else sizes.vocab * width) + (sizes.vocab if head_bias else 0)
     head.append(Operator("lm_head", "linear", "head", width, sizes.vocab, own, head_bias))
-    edges = ()
+    edges: tuple[SkipEdge, ...] = ()
     if tied:
         edges = (SkipEdge(-1, sizes.layers, weight_elements=sizes.vocab * width),)
     return BlockGraph(

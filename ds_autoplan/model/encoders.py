@@ -1,8 +1,8 @@
 """Block graphs of models that are not decoder-only language models: bert, t5, vit, swin.
 
-Each has parts that a table row of :mod:`ds_autoplan.model.architectures` cannot hold: two stacks with
-cross-attention (t5), a patch embedding in place of words (vit, swin), widths and token counts that
-change along the depth (swin).
+Each has parts that a table row of :mod:`ds_autoplan.model.architectures` cannot hold: two stacks
+with cross-attention (t5), a patch embedding in place of words (vit, swin), widths and token counts
+that change along the depth (swin).
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _t5_block(config: Config, decoder: bool, first: bool) -> BlockClass:
 
 
 def build_t5(config: Config, name: str) -> BlockGraph:
-    """T5: encoder and decoder as one chain, the encoder's output a skip edge into every decoder block."""
+    """T5 as one chain; the encoder's output is a skip edge into every decoder block."""
     hidden = field(config, ("d_model",), "hidden size")
     vocab = field(config, ("vocab_size",), "vocabulary size")
     encoders = field(config, ("num_layers",), "number of encoder layers")

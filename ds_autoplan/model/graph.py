@@ -1,9 +1,9 @@
 """The block graph: what planning knows of a model. Plain data, no torch.
 
 A transformer is an embedding, one stack (or several) of blocks, a final norm and a head. Blocks of
-equal structure are one :class:`BlockClass`; the graph keeps, for each layer, the index of its class.
-Everything that costs time or memory is an :class:`Operator` with its true shape, so that parameter
-counts equal the model's and FLOPs can be counted from the graph alone.
+equal structure are one :class:`BlockClass`; the graph keeps, for each layer, the index of its
+class. Everything that costs time or memory is an :class:`Operator` with its true shape, so that
+parameter counts equal the model's and FLOPs can be counted from the graph alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 class Attention:
     """Shape of one attention layer (sizes in elements, heads as counts over the whole model).
 
-    `window` is the sliding-window or chunk length in tokens (None: full); `causal` masks the future.
-    `value_head_dim` differs from `head_dim` under multi-head latent attention.
+    `window` is the sliding-window or chunk length in tokens (None: full); `causal` masks the
+    future. `value_head_dim` differs from `head_dim` under multi-head latent attention.
     """
 
     num_heads: int
@@ -53,7 +53,7 @@ class Operator:
             "convolution", "state_space", "rotary", "residual".
         role: what sharding needs to know: "q", "k", "v", "qkv", "attention_out", "gate", "up",
             "gate_up", "down", "norm", "qk_norm", "router", "expert_gate_up", "expert_down",
-            "shared_gate", "shared_gate_up", "shared_up", "shared_down", "q_a", "q_b", "kv_a", "kv_b"
+            "shared_gate", "shared_up", "shared_down", "q_a", "q_b", "kv_a", "kv_b"
             (latent attention), "cross_q", "cross_k", "cross_v", "cross_out", "sinks",
             "relative_bias", "word", "position", "head", "other".
         in_features: size of the contracted dimension (0 where there is none).
@@ -75,11 +75,12 @@ class Operator:
 class BlockClass:
     """Blocks that have the same structure, whatever their names.
 
-    `shardable` names what the runtime may split over tp: a subset of {"attention", "mlp"}. A part that
-    is not in it is replicated on every tp rank. `parallel_residual`: attention and MLP read the same
-    normed input (falcon, gpt_neox, phi), so one all-reduce is not saved but the norms are fewer.
-    `hidden_size` is the block's own width where it differs from the graph's (0: the graph's), and
-    `token_fraction` its tokens as a share of the workload's sequence (swin's later stages: 1/4, 1/16).
+    `shardable` names what the runtime may split over tp: a subset of {"attention", "mlp"}. A part
+    that is not in it is replicated on every tp rank. `parallel_residual`: attention and MLP read
+    the same normed input (falcon, gpt_neox, phi), so one all-reduce is not saved but the norms are
+    fewer. `hidden_size` is the block's own width where it differs from the graph's (0: the
+    graph's), and `token_fraction` its tokens as a share of the workload's sequence (swin's later
+    stages: 1/4, 1/16).
     """
 
     fingerprint: str
@@ -103,7 +104,8 @@ class BlockClass:
 class SkipEdge:
     """A value made by layer `source` that layer `target` reads, beside the chain of hidden states.
 
-    `elements_per_token` is its size; a tie (`weight`) instead moves `weight_elements` gradients a step.
+    `elements_per_token` is its size; a tie (`weight`) instead moves `weight_elements` gradients a
+    step.
     Sources: encoder output into every decoder block, tied embedding and head.
     """
 

@@ -1,0 +1,156 @@
+"""A constructive plan: near-even cuts, each stage at its fastest mix; the search starts here.
+
+For pipelines, stages are cut so that summed fastest times are as even as one pass allows; where a
+stage does not fit, layers move to the next stage that has room, first towards the end (fewer
+micro-batches in flight there). Nothing is proven; what comes back is feasible or None.
+"""
+
+from __future__ import annotations
+
+from ds_autoplan.search.mix import Mix, fastest_mix
+from ds_autoplan.search.problem import (
+    Choice,
+    Problem,
+    Solution,
+    evaluate,
+    fastest_times,
+    lower_bound,
+    prefix_counts,
+)
+
+
+def construct(problem: Problem) -> Solution | None:
+    """A feasible solution, or None where the heuristic finds none (one may still exist)."""
+    fastest = fastest_times(problem)
+    layer_s = [fastest[layer] for layer in problem.layers]
+    build = _Builder(problem)
+    starts = [_even_times(problem, layer_s), _even_layers(problem)]
+    found = [solution for bounds in starts if (solution := build.solution(bounds))]
+    if not found:
+        for bounds in (_filled(build), _packed(build)):
+            if bounds is not None and (solution := build.solution(bounds)):
+                found.append(solution)
+    if not found:
+        return None
+    return _climb(build, min(found, key=lambda solution: solution.objective_s))
+
+
+class _Builder:
+    """Solutions for given bounds, each stage content solved once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.counts = prefix_counts(problem)
+        self.memo: dict[tuple[int, int, int], Mix | None] = {}
+
+    def mix(self, stage: int, first: int, end: int) -> Mix | None:
+        """The fastest mix of layers first..end-1 on `stage`."""
+        key = (stage, first, end)
+        if key not in self.memo:
+            own = self.problem.stages[stage]
+            kept = own.activation_bytes + self.problem.carried(first)
+            pairs = zip(self.counts[end], self.counts[first], strict=True)
+            self.memo[key] = fastest_mix(
+                self.problem.choices,
+                tuple(after - before for after, before in pairs),
+                own.in_flight,
+                own.capacity_bytes - own.state_bytes - own.in_flight * kept,
+                own.workspace_bytes,
+            )
+        return self.memo[key]
+
+    def solution(self, bounds: tuple[int, ...]) -> Solution | None:
+        """The solution with these bounds and each stage at its fastest, if every stage fits."""
+        chosen: list[Choice] = []
+        for stage, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            mix = self.mix(stage, first, end) if end > first else None
+            if mix is None:
+                return None
+            chosen += spread(self.problem, first, end, mix)
+        objective = evaluate(self.problem, bounds, tuple(chosen))
+        if objective is None:
+            return None
+        bound = min(objective, lower_bound(self.problem))
+        return Solution(objective, bounds, tuple(chosen), bound, "heuristic")
+
+
+def spread(problem: Problem, first: int, end: int, mix: Mix) -> list[Choice]:
+    """A mix as a choice for each layer: a class takes its choices in order, fastest first."""
+    queues = [
+        [problem.choices[klass][index] for index, number in picked for _ in range(number)]
+        for klass, picked in enumerate(mix.counts)
+    ]
+    taken = [0] * len(queues)
+    chosen = []
+    for layer in problem.layers[first:end]:
+        chosen.append(queues[layer][taken[layer]])
+        taken[layer] += 1
+    return chosen
+
+
+def _climb(build: _Builder, solution: Solution) -> Solution:
+    """Move single cuts by one layer while that helps; each pass over the cuts, first gain taken."""
+    improved = True
+    while improved:
+        improved = False
+        for cut in range(1, len(solution.bounds) - 1):
+            for move in (-1, 1):
+                bounds = list(solution.bounds)
+                bounds[cut] += move
+                moved = build.solution(tuple(bounds))
+                if moved is not None and moved.objective_s < solution.objective_s * (1 - 1e-12):
+                    solution, improved = moved, True
+    return solution
+
+
+def _even_layers(problem: Problem) -> tuple[int, ...]:
+    count, layers = len(problem.stages), len(problem.layers)
+    return tuple(round(stage * layers / count) for stage in range(count + 1))
+
+
+def _even_times(problem: Problem, layer_s: list[float]) -> tuple[int, ...]:
+    """Cut where the running time passes each stage's even share."""
+    count, layers = len(problem.stages), len(problem.layers)
+    total = sum(layer_s) + sum(stage.time_s for stage in problem.stages)
+    bounds, spent, position = [0], 0.0, 0
+    for stage in range(count - 1):
+        share = total * (stage + 1) / count
+        spent += problem.stages[stage].time_s
+        first = position
+        while position < layers - (count - 1 - stage):
+            after = spent + layer_s[position]
+            if position > first and after - share > share - spent:
+                break
+            spent, position = after, position + 1
+        bounds.append(position)
+    return (*bounds, layers)
+
+
+def _filled(build: _Builder) -> tuple[int, ...] | None:
+    """From the last stage on: an even share of what is left if it fits, fewer layers if not."""
+    count, layers = len(build.problem.stages), len(build.problem.layers)
+    bounds = [layers]
+    for stage in range(count - 1, -1, -1):
+        end = bounds[-1]
+        first = 0 if stage == 0 else max(stage, end - -(-end // (stage + 1)))
+        while first < end and build.mix(stage, first, end) is None:
+            first += 1
+        if first >= end or (stage == 0 and first > 0):
+            return None
+        bounds.append(first)
+    return tuple(reversed(bounds))
+
+
+def _packed(build: _Builder) -> tuple[int, ...] | None:
+    """From the last stage on, as many layers as fit, leaving one for each stage before."""
+    count, layers = len(build.problem.stages), len(build.problem.layers)
+    bounds = [layers]
+    for stage in range(count - 1, -1, -1):
+        end = bounds[-1]
+        first = end - 1
+        if first < stage or build.mix(stage, first, end) is None:
+            return None
+        while first > stage and build.mix(stage, first - 1, end) is not None:
+            first -= 1
+        bounds.append(first)
+    return tuple(reversed(bounds)) if bounds[-1] == 0 else None
