@@ -187,7 +187,6 @@ def run(code: str, *paths: Path, **env: str) -> str:
         "import deepspeed; f = deepspeed.initialize",
         "import deepspeed.comm, deepspeed; f = deepspeed.initialize",
         "import pkgutil; pkgutil.resolve_name('deepspeed'); from deepspeed import initialize as f",
-        "import importlib.util as u; u.find_spec('deepspeed')\nfrom deepspeed import initialize as f",
         "import deepspeed, importlib; f = importlib.reload(deepspeed).initialize",
         "import deepspeed; del sys.modules['deepspeed']; from deepspeed import initialize as f",
         "import ds_autoplan; from deepspeed import initialize as f",
@@ -206,6 +205,15 @@ def test_loader_keeps_its_type_and_source(fake):
         "print(type(deepspeed.__loader__).__name__, 'return \"own\"' in source)"
     )
     assert run(code, ROOT, fake) == "SourceFileLoader True"
+
+
+def test_looking_for_deepspeed_before_importing_it(fake):
+    """As transformers and accelerate do, to know whether it is there."""
+    code = (
+        f"{HOOK_LINE}\nfrom importlib.util import find_spec\nassert find_spec('deepspeed')\n"
+        "import deepspeed; print(hasattr(deepspeed.initialize, '__wrapped__'))"
+    )
+    assert run(code, ROOT, fake) == "True"
 
 
 @pytest.mark.parametrize("first", ["deepspeed", "ds_autoplan"])
