@@ -29,7 +29,7 @@ env: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py constraints.txt ds_autoplan_hook.pth
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit("ds_autoplan needs Python 3.10 to 3.13, $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v)'
-	@test -x $(BIN)/pip || rm -rf $(VENV)
+	@test ! -e $(VENV) || test -x $(BIN)/pip || { echo "$(VENV) holds no pip: remove it, and it is made anew"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || rm -rf $(VENV)
 	@test -x $(BIN)/pip || $(PYTHON) -m virtualenv $(VENV) || rm -rf $(VENV)
 	@test -x $(BIN)/pip || { echo "No virtual environment could be made. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
