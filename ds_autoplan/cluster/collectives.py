@@ -112,22 +112,42 @@ def tree_all_reduce_s(topology: Topology, buffer_bytes: float, ways: tuple[int, 
     return phi("all_reduce", ranks) * buffer_bytes / bandwidth + latency
 
 
-def all_to_all_s(topology: Topology, buffer_bytes: float, ways: tuple[int, ...]) -> float:
-    """Every rank sends buffer/q to every other; each level carries what leaves over it."""
+def exchange_s(
+    topology: Topology,
+    token_bytes: float,
+    copies: float,
+    ways: tuple[int, ...],
+    deduplicated: bool = False,
+) -> float:
+    """All-to-all in which every token goes to `copies` ranks of the group, evenly.
+
+    Plain: each copy travels by itself. Deduplicated: over a link level between groups a token travels
+    once per distinct group it visits, and is copied there; with n groups and k copies that is
+    n * (1 - (1 - 1/n)^k) instead of k.
+    """
     ranks = math.prod(ways)
     if ranks <= 1:
         return 0.0
     slowest, latency, below = 0.0, 0.0, 1
     for level, count in zip(topology.levels, ways, strict=True):
         if count > 1:
-            leaving = buffer_bytes * (below * count - below) / ranks
-            if below * count < ranks:
-                leaving = buffer_bytes * (ranks - below) / ranks
+            groups = ranks // below
+            sent = copies
+            if below > 1 and deduplicated:
+                sent = groups * (1.0 - (1.0 - 1.0 / groups) ** copies)
+            leaving = sent * (groups - 1) / groups
+            if below == 1 and not deduplicated:
+                leaving = copies * (count - 1) / ranks if count < ranks else leaving
             bandwidth = level_bandwidth(level, count, 1, "all_to_all")
-            slowest = max(slowest, leaving / bandwidth)
+            slowest = max(slowest, token_bytes * leaving / bandwidth)
             latency += (count - 1) * level.latency_s
         below *= count
     return slowest + latency
+
+
+def all_to_all_s(topology: Topology, buffer_bytes: float, ways: tuple[int, ...]) -> float:
+    """Every rank sends buffer/q to every other; each level carries what leaves over it."""
+    return exchange_s(topology, buffer_bytes, 1.0, ways)
 
 
 def collective_s(

@@ -96,20 +96,14 @@ class Topology:
         "dp_cp" is the group that reduces gradients: dp and cp together. Experts lie inside it, next to
         tp, so "ep" has the stride of the inner one of the two.
         """
-        names = [name for name in degrees.order.split("-") if name != "ep"]
-        stride = 1
-        for name in names:
-            if name == axis or (axis in ("ep", "dp_cp") and name in ("dp", "cp")):
-                break
-            stride *= int(getattr(degrees, name))
         degree = degrees.dp * degrees.cp if axis == "dp_cp" else int(getattr(degrees, axis))
-        return self.span(degree, stride)
+        return self.span(degree, self.axis_stride(degrees, axis))
 
     def axis_stride(self, degrees: Degrees, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`."""
         stride = 1
         for name in degrees.order.split("-"):
-            if name == axis:
+            if name == axis or (axis in ("ep", "dp_cp") and name in ("dp", "cp")):
                 break
             if name != "ep":
                 stride *= int(getattr(degrees, name))

@@ -23,7 +23,8 @@ class Framework:
         fp32_partition_copy: ZeRO keeps its own flat copy of the partition in fp32 training too.
         elementwise_passes: memory traffic of norms, residuals and activations relative to fused kernels.
         activation_extra: kept intermediate tensors relative to fused kernels (see memory.py).
-        flash_attention: fused attention; otherwise scores of size s*s are written and read.
+        attention: "fused" (cuDNN, FlashAttention-3), "flash" (FlashAttention-2, Triton) or "unfused":
+            scores of size s*s are written and read.
         tp_overlap: share of tensor-parallel traffic hidden under GEMMs.
         gradient_overlap: gradient reduction runs under the last backward pass.
         parameter_overlap: the all-gather of updated parameters runs under the next forward pass.
@@ -41,6 +42,9 @@ class Framework:
         kernels_per_expert: further kernels per local expert.
         reduce_scatter: ZeRO reduces each gradient to its owner only (False: all-reduce).
         ep_overlap: share of the expert all-to-all hidden under other compute.
+        deduplicated_dispatch: a token crosses to a node once, however many of its experts are there.
+        expert_tp: ways that each expert is split (0: tp). With 1, ep takes its ranks from tp too.
+        broadcast_s: latency of each shard's broadcast, where ZeRO broadcasts instead of gathering.
         expert_imbalance: load of the busiest expert rank over the mean.
         selective_streams: share of a layer's streaming work that selective checkpointing repeats.
         loss_bytes_moved: bytes per logit that the loss moves forward (fp32 softmax; backward: half).
@@ -48,6 +52,8 @@ class Framework:
         cuda_graphs: launches are replayed from a graph, so the host never limits.
         default_zero_stage: what the engine does where a run does not say.
         default_sequence_parallel: the same, for tp > 1.
+        default_checkpointing: the same.
+        default_shard_group: ranks that ZeRO shards over (0: all that hold the same parameters).
     """
 
     name: str
@@ -58,7 +64,7 @@ class Framework:
     fp32_partition_copy: bool = False
     elementwise_passes: float = 1.0
     activation_extra: float = 0.0
-    flash_attention: bool = True
+    attention: str = "fused"
     tp_overlap: float = 0.0
     gradient_overlap: bool = True
     parameter_overlap: bool = True
@@ -76,6 +82,9 @@ class Framework:
     kernels_per_expert: float = 4.0
     reduce_scatter: bool = True
     ep_overlap: float = 0.0
+    deduplicated_dispatch: bool = False
+    expert_tp: int = 0
+    broadcast_s: float = 0.0
     expert_imbalance: float = 1.0
     selective_streams: float = 0.0
     loss_bytes_moved: float = 12.0
@@ -83,15 +92,17 @@ class Framework:
     cuda_graphs: bool = False
     default_zero_stage: int = 1
     default_sequence_parallel: bool = False
+    default_checkpointing: str = "none"
+    default_shard_group: int = 0
 
 
 MEGATRON = Framework("megatron", default_sequence_parallel=True)
-NEMO = replace(MEGATRON, name="nemo", tp_overlap=0.6)
+NEMO = replace(MEGATRON, name="nemo", tp_overlap=0.6, deduplicated_dispatch=True)
 MEGATRON_2021 = replace(
     MEGATRON,
     name="megatron-2021",
     gradient_bytes=2,
-    flash_attention=False,
+    attention="unfused",
     elementwise_passes=1.2,
     gradient_overlap=False,
     parameter_overlap=False,
@@ -108,6 +119,7 @@ MEGATRON_DEEPSPEED = replace(
 )
 DEEPSPEED = Framework(
     "deepspeed",
+    attention="flash",
     gradient_bytes=0,
     reduce_scatter=False,
     selective_streams=1.0,
@@ -129,16 +141,33 @@ DEEPSPEED = Framework(
 )
 FSDP = Framework(
     "fsdp",
+    attention="flash",
     gradient_bytes=0,
     elementwise_passes=1.5,
     activation_extra=0.5,
     context_bytes=2.0e9,
     default_zero_stage=3,
 )
-JAX = replace(FSDP, name="jax", elementwise_passes=1.0, activation_extra=0.0)
-NANOTRON = replace(MEGATRON, name="nanotron", elementwise_passes=1.5, gradient_overlap=False)
+JAX = replace(
+    FSDP,
+    name="jax",
+    attention="fused",
+    elementwise_passes=1.0,
+    activation_extra=0.0,
+    default_checkpointing="full",
+    default_shard_group=128,
+)
+NANOTRON = replace(
+    MEGATRON, name="nanotron", attention="flash", elementwise_passes=1.5, gradient_overlap=False
+)
 INTERNEVO = replace(
-    MEGATRON, name="internevo", elementwise_passes=1.3, default_sequence_parallel=False
+    MEGATRON,
+    name="internevo",
+    attention="flash",
+    gradient_bytes=2,
+    broadcast_s=2.8e-3,
+    elementwise_passes=1.3,
+    default_sequence_parallel=False,
 )
 BY_BACKEND = {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
 

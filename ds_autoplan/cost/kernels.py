@@ -1,7 +1,8 @@
 r"""Seconds of single kernels on one device.
 
     GEMM (m, k, n):   t = 2mkn / P * (1 + k0/k) + tail * 2 * (128*256*SM) * k / P   and at least
-                      (mk + kn + mn) * bytes / memory bandwidth,   plus one kernel gap
+                      (mk + kn) * bytes + mn * output bytes over memory bandwidth,   plus one kernel gap
+    grouped GEMM:     the same with half a tile of padding on every expert's rows
     P = matmul rate of a long run * the share sustained in training
     attention:        FLOPs that the mask leaves / (P * share), forward and backward apart
     streaming:        bytes / (vendor bandwidth * memory_efficiency)
@@ -37,22 +38,38 @@ class Kernels:
     constants: Constants
     calibrated: bool
 
-    def gemm_s(self, m: float, k: float, n: float, count: float = 1.0, base: bool = False) -> float:
-        """`count` GEMMs of (m, k) x (k, n) launched together (a grouped GEMM)."""
+    def gemm_s(
+        self,
+        m: float,
+        k: float,
+        n: float,
+        count: float = 1.0,
+        base: bool = False,
+        accumulate: bool = False,
+        padded: float = 1.0,
+    ) -> float:
+        """`count` GEMMs of (m, k) x (k, n) launched together (a grouped GEMM).
+
+        `accumulate`: the output is a gradient, added to an fp32 buffer. `padded`: work done over work
+        needed. `base`: run in 16 bits whatever the training precision.
+        """
         if m <= 0 or k <= 0 or n <= 0:
             return 0.0
         constants = self.constants
         rate = self.base_rate if base else self.rate
         flops = 2.0 * m * k * n * count
         tail = constants.tail_waves * 2.0 * TILE * self.device.multiprocessors * k / rate
-        compute = flops / rate * (1.0 + constants.tile_setup_k / k) + min(tail, flops / rate)
-        bytes_per = 2.0 if self.precision != "fp32" else 4.0
-        memory = count * (m * k + k * n + m * n) * bytes_per / self.memory_rate
+        compute = flops * padded / rate * (1.0 + constants.tile_setup_k / k)
+        compute += min(tail, flops / rate)
+        element = 4.0 if self.precision == "fp32" else 2.0
+        output = 8.0 if accumulate else element
+        memory = count * ((m * k + k * n) * element + m * n * output) / self.memory_rate
         return max(compute, memory) + constants.kernel_gap_s
 
     def attention_s(self, flops: float, backward: bool) -> float:
         """Fused attention core with `flops` forward FLOPs after masking."""
         share = self.attention_backward if backward else self.attention_forward
+        # Backward recomputes the scores: five products where forward has two.
         work = flops * (2.5 if backward else 1.0)
         return work / (self.base_rate * share) + self.constants.kernel_gap_s
 
@@ -61,7 +78,9 @@ class Kernels:
         return bytes_moved / self.memory_rate
 
 
-def kernels_for(device: Device, precision: str, constants: Constants) -> Kernels:
+def kernels_for(
+    device: Device, precision: str, constants: Constants, attention: str = "fused"
+) -> Kernels:
     """The :class:`Kernels` of `device` when GEMMs run in `precision`.
 
     Raises:
@@ -78,7 +97,11 @@ def kernels_for(device: Device, precision: str, constants: Constants) -> Kernels
         )
     rate, sure = _rate(device, precision, constants)
     base_rate, base_sure = _rate(device, base, constants)
-    shares = constants.attention_share.get(device.architecture, fitted.ATTENTION_SHARE_DEFAULT)
+    known = constants.attention_share
+    shares = known.get((device.architecture, attention)) or known.get(
+        (device.architecture, "fused")
+    )
+    shares = shares or fitted.ATTENTION_SHARE_DEFAULT
     return Kernels(
         device=device,
         precision=precision,
@@ -97,6 +120,8 @@ def _rate(device: Device, precision: str, constants: Constants) -> tuple[float, 
     peak = device.peak_flops[key]
     share = fitted.MATMUL_SHARE.get(device.architecture, fitted.MATMUL_SHARE_DEFAULT)
     matmul = device.matmul_flops.get(key, peak * share)
-    sustained = constants.sustained.get((device.architecture, key))
+    sustained = constants.sustained.get((device.name, key))
+    if sustained is None:
+        sustained = constants.sustained.get((device.architecture, key))
     known = sustained is not None and key in device.matmul_flops
     return matmul * (sustained if sustained is not None else fitted.SUSTAINED_DEFAULT), known

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_autoplan.cluster.collectives import collective_s, volume_bytes
+from ds_autoplan.cluster.collectives import collective_s, exchange_s, volume_bytes
 from ds_autoplan.cluster.topology import Topology
 from ds_autoplan.cost.constants import Constants
 from ds_autoplan.cost.frameworks import Framework
 from ds_autoplan.cost.interface import LayerCost
 from ds_autoplan.cost.kernels import Kernels
 from ds_autoplan.cost.memory import activation_bytes, element_bytes, state_bytes
-from ds_autoplan.cost.shapes import LocalBlock, attention_flops, local_block
+from ds_autoplan.cost.shapes import Gemm, LocalBlock, attention_flops, local_block
 from ds_autoplan.model.graph import BlockClass
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
@@ -36,6 +36,7 @@ class Setting:
     constants: Constants
     hidden: int
     volume_only: bool = False
+    shard_group: int = 0  # ranks that ZeRO shards over; 0: all that hold the same parameters
 
     @property
     def element(self) -> int:
@@ -46,13 +47,31 @@ class Setting:
         """Tokens of one micro-batch on one rank before sequence parallelism."""
         return self.workload.seq_length * degrees.micro_batch_size / degrees.cp
 
+    def expert_tp(self, degrees: Degrees) -> int:
+        """Ways that each expert is split."""
+        return self.framework.expert_tp or degrees.tp
+
+    def expert_span(self, degrees: Degrees) -> tuple[int, ...]:
+        """Ways of the expert-parallel group at each level."""
+        if self.expert_tp(degrees) == degrees.tp:
+            return self.topology.axis_span(degrees, "ep")
+        return self.topology.span(degrees.ep, self.expert_tp(degrees))
+
     def collective(self, kind: str, buffer_bytes: float, degrees: Degrees, axis: str) -> float:
         """Seconds of one collective over `axis`, all groups of the axis at the same time."""
-        ways = self.topology.axis_span(degrees, axis)
+        return self.over(kind, buffer_bytes, self.topology.axis_span(degrees, axis))
+
+    def over(self, kind: str, buffer_bytes: float, ways: tuple[int, ...]) -> float:
+        """Seconds of one collective over a group that spans `ways`."""
         if self.volume_only:
             fast = self.topology.levels[0].bytes_per_s
             return volume_bytes(kind, buffer_bytes, ways) / fast
         return collective_s(self.topology, kind, buffer_bytes, ways)
+
+    def bucketed(self, kind: str, bytes_: float, ways: tuple[int, ...]) -> float:
+        """A collective over `bytes_` that runs bucket by bucket: affine in bytes."""
+        bucket = self.framework.bucket_bytes
+        return self.over(kind, bucket, ways) * bytes_ / bucket
 
 
 @dataclass(frozen=True)
@@ -91,7 +110,14 @@ def block_cost(
 ) -> tuple[LayerCost, Detail]:
     """The :class:`LayerCost` of one block, and its traffic by cause."""
     tokens = setting.tokens(degrees)
-    local = local_block(block, strategy, degrees, tokens, setting.framework.expert_imbalance)
+    local = local_block(
+        block,
+        strategy,
+        degrees,
+        tokens,
+        setting.framework.expert_imbalance,
+        setting.expert_tp(degrees),
+    )
     forward, core_s, stream_s = forward_pass(setting, block, local, strategy, degrees)
     backward = backward_pass(setting, block, local, strategy, degrees, forward, core_s, stream_s)
     recompute = Pass(0.0, 0.0, 0.0, 0.0)
@@ -147,7 +173,9 @@ def forward_pass(
 ) -> tuple[Pass, float, float]:
     """Forward of a block: (pass, attention core seconds, streaming seconds)."""
     kernels, framework = setting.kernels, setting.framework
-    gemm_s = sum(kernels.gemm_s(g.m, g.k, g.n, g.count) for g in local.gemms)
+    gemm_s = sum(
+        kernels.gemm_s(g.m, g.k, g.n, g.count, padded=padding(setting, g)) for g in local.gemms
+    )
     core_s = attention_core_s(setting, block, local, degrees, backward=False)
     stream_s = kernels.stream_s(
         streamed_bytes(setting, block, local, strategy, degrees) * framework.elementwise_passes
@@ -175,8 +203,12 @@ def backward_pass(
     frozen = setting.workload.trainable_fraction
     gemm_s = 0.0
     for g in local.gemms:
-        gemm_s += kernels.gemm_s(g.m, g.n, g.k, g.count)
-        gemm_s += kernels.gemm_s(g.k, g.m, g.n, g.count) * frozen
+        padded = padding(setting, g)
+        gemm_s += kernels.gemm_s(g.m, g.n, g.k, g.count, padded=padded)
+        accumulate = setting.framework.gradient_bytes == 4
+        gemm_s += frozen * kernels.gemm_s(
+            g.k, g.m, g.n, g.count, accumulate=accumulate, padded=padded
+        )
     core_s = attention_core_s(setting, block, local, degrees, backward=True)
     compute = gemm_s + core_s + 2.0 * stream_forward_s
     if not setting.framework.cuda_graphs:
@@ -186,6 +218,13 @@ def backward_pass(
     if degrees.cp > 1:
         cp_s = traffic_s(setting, block, local, strategy, degrees, core_s, backward=True)[1]
     return Pass(compute, forward.tp_s, cp_s, forward.ep_s)
+
+
+def padding(setting: Setting, gemm: Gemm) -> float:
+    """Work of a GEMM over what its rows need: experts are padded to tiles."""
+    if gemm.part != "experts" or gemm.m <= 0:
+        return 1.0
+    return 1.0 + setting.constants.expert_padding_rows / gemm.m
 
 
 def attention_core_s(
@@ -198,7 +237,7 @@ def attention_core_s(
     for attention in (block.attention, block.cross_attention):
         if attention is None:
             continue
-        if setting.framework.flash_attention:
+        if setting.framework.attention != "unfused":
             flops = attention_flops(attention, local.tokens, seq, local.tp_attention)
             total += kernels.attention_s(flops, backward)
             continue
@@ -208,7 +247,10 @@ def attention_core_s(
         # Forward: scores written; masked softmax reads and writes; dropout reads, writes and keeps a
         # byte; values read. Backward reads and writes the same again with the saved ones.
         moved = scores * (6.0 * e + 1.0) * (1.5 if backward else 1.0)
-        total += flops * (2.0 if backward else 1.0) / kernels.base_rate + kernels.stream_s(moved)
+        rate = kernels.base_rate
+        if attention.head_dim % 8 and setting.element == 2:
+            rate = kernels.device.peak_flops["fp32"] * setting.constants.misaligned_share
+        total += flops * (2.0 if backward else 1.0) / rate + kernels.stream_s(moved)
     return total
 
 
@@ -287,10 +329,15 @@ def traffic_s(
         slowed = min(ring, hidden) * setting.constants.overlap_slowdown
         cp_s = max(0.0, ring - hidden) + slowed
     if degrees.ep > 1 and block.mlp is not None and block.mlp.num_experts:
-        routed = local.tokens / degrees.tp * block.mlp.top_k * setting.hidden * e
-        exchange = setting.collective("all_to_all", routed, degrees, "ep")
+        exchange = exchange_s(
+            setting.topology,
+            local.tokens / degrees.tp * setting.hidden * e,
+            block.mlp.top_k,
+            setting.expert_span(degrees),
+            setting.framework.deduplicated_dispatch,
+        )
         ep_s = 2.0 * exchange * (1.0 - setting.framework.ep_overlap)
-    if degrees.tp > 1 and local.expert_parameters and block.mlp is not None:
+    if setting.expert_tp(degrees) > 1 and local.expert_parameters and block.mlp is not None:
         # Tokens of all tp ranks visit every rank's slice of the experts.
         routed = local.tokens * block.mlp.top_k * setting.hidden * e
         once = setting.collective("all_gather", routed, degrees, "tp")
@@ -308,6 +355,39 @@ class Gathered:
     workspace_bytes: float
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How one kind of parameter is shared: ZeRO shards over the inner ways, copies lie on the outer."""
+
+    ranks: int
+    shards: int
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+def sharing(setting: Setting, degrees: Degrees, experts: bool) -> Sharing:
+    """The ranks that hold the same parameters, and those among them that ZeRO shards over.
+
+    Experts are replicated over dp * cp / ep ranks only; everything else over dp * cp.
+    """
+    stride = setting.topology.axis_stride(degrees, "dp_cp")
+    ranks = degrees.dp * degrees.cp
+    if experts:
+        expert_tp = setting.expert_tp(degrees)
+        stride = stride * degrees.ep * expert_tp // degrees.tp
+        ranks = max(1, ranks * degrees.tp // expert_tp // degrees.ep)
+    shards = min(ranks, setting.shard_group) if setting.shard_group else ranks
+    span = setting.topology.span
+    return Sharing(
+        ranks=ranks,
+        shards=shards,
+        inner=span(shards, stride),
+        outer=span(max(1, ranks // shards), stride * shards),
+        whole=span(ranks, stride),
+    )
+
+
 def shared_state(
     setting: Setting,
     parameters: float,
@@ -316,63 +396,47 @@ def shared_state(
     forward: Pass,
     backward: Pass,
 ) -> tuple[tuple[float, float, float], float, float, Gathered, float]:
-    """States, bytes reduced, per-step seconds, ZeRO-3 traffic, and the per-step traffic alone.
-
-    Experts are replicated over dp * cp / ep ranks only; everything else over dp * cp.
-    """
+    """States, bytes reduced, per-step seconds, ZeRO-3 traffic, and the per-step traffic alone."""
     workload, framework = setting.workload, setting.framework
-    ranks = degrees.dp * degrees.cp
-    expert_ranks = max(1, ranks // degrees.ep)
     states = [0.0, 0.0, 0.0]
     reduced = per_step = dp_s = 0.0
     gather_forward = gather_backward = workspace = 0.0
     own = setting.element
-    for count, shards, axis in (
-        (parameters, ranks, "dp_cp"),
-        (expert_parameters, expert_ranks, "expert_dp"),
-    ):
+    for count, experts in ((parameters, False), (expert_parameters, True)):
         if count <= 0:
             continue
-        part = state_bytes(count, shards, degrees.zero_stage, workload, framework)
+        group = sharing(setting, degrees, experts)
+        part = state_bytes(count, group.shards, degrees.zero_stage, workload, framework)
         for index, value in enumerate((part.parameters, part.gradients, part.optimizer)):
             states[index] += value
         wire = framework.reduce_bytes or framework.gradient_bytes or own
         gradient = count * workload.trainable_fraction * wire
         reduced += gradient
         local_share = count * workload.trainable_fraction
-        local_share /= shards if degrees.zero_stage >= 1 else 1
+        local_share /= group.shards if degrees.zero_stage >= 1 else 1
         per_step += setting.kernels.stream_s(local_share * framework.optimizer_bytes_moved)
-        if shards == 1:
+        if group.ranks == 1:
             continue
+        gather = setting.bucketed("all_gather", count * own, group.inner)
+        scatter = setting.bucketed("reduce_scatter", gradient, group.inner)
+        across = setting.bucketed("all_reduce", gradient / group.shards, group.outer)
         if degrees.zero_stage >= 3:
-            gather = bucketed_s(setting, "all_gather", count * own, degrees, axis)
-            scatter = bucketed_s(setting, "reduce_scatter", gradient, degrees, axis)
             gather_forward += _beyond(setting, gather, forward.total_s, framework.zero3_overlap)
             gather_backward += _beyond(
                 setting, gather + scatter, backward.total_s, framework.zero3_overlap
             )
+            dp_s += _beyond(setting, across, backward.total_s, framework.gradient_overlap)
             workspace += 2.0 * count * own
             continue
-        kind = "reduce_scatter" if degrees.zero_stage and framework.reduce_scatter else "all_reduce"
-        reduction = bucketed_s(setting, kind, gradient, degrees, axis)
+        if degrees.zero_stage and framework.reduce_scatter:
+            reduction = scatter + across
+        else:
+            reduction = setting.bucketed("all_reduce", gradient, group.whole)
         dp_s += _beyond(setting, reduction, backward.total_s, framework.gradient_overlap)
         if degrees.zero_stage >= 1:
-            gather = bucketed_s(setting, "all_gather", count * own, degrees, axis)
             dp_s += _beyond(setting, gather, forward.total_s, framework.parameter_overlap)
     gathered = Gathered(gather_forward, gather_backward, workspace)
     return (states[0], states[1], states[2]), reduced, per_step + dp_s, gathered, dp_s
-
-
-def bucketed_s(setting: Setting, kind: str, bytes_: float, degrees: Degrees, axis: str) -> float:
-    """A collective over `bytes_` that runs bucket by bucket: affine in bytes."""
-    bucket = setting.framework.bucket_bytes
-    spanned = axis if axis != "expert_dp" else "dp_cp"
-    if axis == "expert_dp" and degrees.ep > 1:
-        ways = setting.topology.span(
-            max(1, degrees.dp * degrees.cp // degrees.ep), degrees.tp * degrees.ep
-        )
-        return collective_s(setting.topology, kind, bucket, ways) * bytes_ / bucket
-    return setting.collective(kind, bucket, degrees, spanned) * bytes_ / bucket
 
 
 def _beyond(setting: Setting, traffic: float, compute: float, overlap: bool) -> float:

@@ -101,7 +101,7 @@ def activation_bytes(
         context = tokens * attention.num_heads * attention.value_head_dim * e / attention_ways
         kept += query + key_value + context
         recomputable += context
-        if framework.flash_attention:
+        if framework.attention != "unfused":
             kept += tokens * attention.num_heads * 4.0 / attention_ways
         else:
             scores = tokens * seq_length * attention.num_heads / attention_ways

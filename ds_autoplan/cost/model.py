@@ -45,6 +45,7 @@ class AnalyticCostModel:
         framework: the engine's behaviour; None takes the backend's.
         constants: the fitted constants.
         volume_only: price traffic by volume over the fastest link (the baseline of `--cost volume`).
+        shard_group: ranks that ZeRO shards over; 0: all that hold the same parameters.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class AnalyticCostModel:
         framework: Framework | None = None,
         constants: Constants = fitted.DEFAULT,
         volume_only: bool = False,
+        shard_group: int = 0,
     ) -> None:
         """Build the model; raises UnsupportedError for a precision the device lacks."""
         self.graph = graph
@@ -65,10 +67,13 @@ class AnalyticCostModel:
             topology=topology,
             workload=workload,
             framework=self.framework,
-            kernels=kernels_for(topology.device, workload.precision, constants),
+            kernels=kernels_for(
+                topology.device, workload.precision, constants, self.framework.attention
+            ),
             constants=constants,
             hidden=graph.hidden_size,
             volume_only=volume_only,
+            shard_group=shard_group or self.framework.default_shard_group,
         )
         self._blocks: dict[tuple[int, Strategy, Degrees], tuple[LayerCost, Detail]] = {}
         self._ends: dict[tuple[str, Degrees, str, bool], tuple[LayerCost, Detail]] = {}
@@ -134,6 +139,9 @@ class AnalyticCostModel:
         """Once per step whatever the cut: host work, gradient norm, tied-embedding all-reduce."""
         total = self.framework.step_overhead_s
         total += self.setting.collective("all_reduce", 8.0, degrees, "dp")
+        if degrees.zero_stage in (1, 2):
+            shards = min(self.setting.shard_group or degrees.dp, degrees.dp)
+            total += shards * self.framework.broadcast_s
         if degrees.pp > 1 and self.graph.tied:
             weights = self.graph.vocab_size * self.graph.hidden_size / degrees.tp
             bytes_ = weights * (self.framework.gradient_bytes or self.setting.element)

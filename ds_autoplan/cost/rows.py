@@ -26,6 +26,7 @@ from ds_autoplan.workload import Workload
 # Multi-head latent attention of DeepSeek-V2/V3 and Kimi-K2 (public model configs): ranks of the compressed
 # query and key/value, head dims without and with rotary, and of values.
 MLA = {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
+FINE_GRAINED_EXPERTS = 64
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Row:
     measured_peak_bytes: float | None
     peak_kind: str
     family: str
+    shard_group: int = 0
 
 
 def read_row(data: dict[str, Any]) -> Row:
@@ -115,6 +117,7 @@ def _read(data: dict[str, Any]) -> Row:
         measured_peak_bytes=None if peak is None else peak * (2**30 if "GiB" in unit else 1e9),
         peak_kind=peak_kind_of(data),
         family=family_of(data),
+        shard_group=shard_group_of(data),
     )
 
 
@@ -127,9 +130,18 @@ def family_of(data: dict[str, Any]) -> str:
     return repository or str(data["id"]).split("-")[0]
 
 
+def shard_group_of(data: dict[str, Any]) -> int:
+    """Ranks that ZeRO shards over where the row names a smaller group than dp, else 0."""
+    parallel = data["parallel"]
+    group = parallel.get("fsdp_group") or parallel.get("zero1_group") or 0
+    return max(0, int(group))
+
+
 def framework_of(data: dict[str, Any]) -> Framework:
     """The engine's behaviour, from what the row says of it; unknown engines count as Megatron."""
-    text = " ".join(str(data.get(key, "")) for key in ("source", "notes", "id", "framework")).lower()
+    text = " ".join(
+        str(data.get(key, "")) for key in ("source", "notes", "id", "framework")
+    ).lower()
     for pattern, framework in frameworks.BY_PATTERN:
         if re.search(pattern, text):
             found = framework
@@ -144,6 +156,16 @@ def framework_of(data: dict[str, Any]) -> Framework:
         found = replace(found, gradient_bytes=2, reduce_bytes=2)
     elif "fp32 grad" in precision:
         found = replace(found, gradient_bytes=4)
+    experts = int(data["model"].get("experts") or 0)
+    if experts:
+        # Fine-grained experts are not split further (Megatron's own recipes); coarse ones are.
+        stated = data["parallel"].get("etp")
+        whole = 1 if experts >= FINE_GRAINED_EXPERTS else 0
+        found = replace(found, expert_tp=int(stated) if stated else whole)
+    if "a2a 1f1b overlap" in text or "overlap-on" in text:
+        found = replace(found, ep_overlap=0.8)
+    if "plain a2a" in text:
+        found = replace(found, deduplicated_dispatch=False)
     return found
 
 
@@ -194,7 +216,7 @@ def strategy_of(data: dict[str, Any], degrees: Degrees, framework: Framework) ->
     sequence = parallel.get("sp")
     if sequence is None:
         sequence = framework.default_sequence_parallel
-    recompute = str(parallel.get("recompute") or "none").lower()
+    recompute = str(parallel.get("recompute") or framework.default_checkpointing).lower()
     checkpointing = "none"
     if "full" in recompute:
         checkpointing = "full"
@@ -315,9 +337,7 @@ def _block(
         parts.append(_linear("router", "router", hidden, experts))
         size = experts * hidden * inner
         kind = "experts"
-        parts.append(
-            Operator("up", kind, "expert_gate_up", hidden, wide * inner, wide * size)
-        )
+        parts.append(Operator("up", kind, "expert_gate_up", hidden, wide * inner, wide * size))
         parts.append(Operator("down", kind, "expert_down", inner, hidden, size))
     width = shared if experts else inner
     if width:

@@ -69,11 +69,17 @@ def features_per_rank(operator: Operator, block: BlockClass, ways: int) -> float
 
 
 def local_block(
-    block: BlockClass, strategy: Strategy, degrees: Degrees, tokens: float, imbalance: float
+    block: BlockClass,
+    strategy: Strategy,
+    degrees: Degrees,
+    tokens: float,
+    imbalance: float,
+    expert_tp: int,
 ) -> LocalBlock:
     """The rank's share of `block` when its tp group works on `tokens` tokens.
 
-    `imbalance` is the load of the busiest expert rank over the mean.
+    `imbalance` is the load of the busiest expert rank over the mean; `expert_tp` the ways that each
+    expert is split.
     """
     ways_attention, ways_mlp = split_ways(block, strategy, degrees.tp)
     gemms: list[Gemm] = []
@@ -85,13 +91,13 @@ def local_block(
             experts = block.mlp.num_experts if block.mlp else 1
             top_k = block.mlp.top_k if block.mlp else 1
             local = max(1.0, experts / degrees.ep)
-            rows = tokens * top_k / experts * degrees.ep * imbalance
+            rows = tokens * expert_tp / degrees.tp * top_k / experts * degrees.ep * imbalance
             if operator.role == "expert_down":
-                k /= ways_mlp
+                k /= expert_tp
             else:
-                n /= ways_mlp
+                n /= expert_tp
             gemms.append(Gemm(rows, k, n, local, "experts"))
-            expert_parameters += weights / degrees.ep / ways_mlp
+            expert_parameters += weights / degrees.ep / expert_tp
             continue
         if operator.kind != "linear":
             parameters += weights
