@@ -149,17 +149,22 @@ class _Stages:
 
 
 def solve_exact(
-    problem: Problem, start: Solution | None, deadline: float | None = None
+    problem: Problem,
+    start: Solution | None,
+    deadline: float | None = None,
+    limit_s: float = float("inf"),
 ) -> Solution | None:
-    """The optimum, or None where nothing fits; `start` is a feasible solution to beat.
+    """The optimum, or None where nothing fits or nothing is faster than `limit_s`.
 
     Args:
         problem: the stage problem.
         start: an incumbent, for pruning; returned where nothing better exists.
-        deadline: `time.monotonic()` after which the search stops with the best so far and its
-        bound.
+        deadline: `time.monotonic()` after which the search stops with the best so far.
+        limit_s: solutions that are not faster than this are of no interest.
     """
-    incumbent = start.objective_s if start else float("inf")
+    if start is not None and start.objective_s >= limit_s:
+        start = None
+    incumbent = start.objective_s if start else limit_s
     stages = _Stages(problem, incumbent)
     windows = _windows(stages)
     if windows is None:

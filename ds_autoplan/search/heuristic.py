@@ -154,3 +154,15 @@ def _packed(build: _Builder) -> tuple[int, ...] | None:
             first -= 1
         bounds.append(first)
     return tuple(reversed(bounds)) if bounds[-1] == 0 else None
+
+
+def with_even_layers(problem: Problem) -> Solution | None:
+    """The fastest feasible solution with equally many layers on each stage (interleaved stages).
+
+    With the cut given, each stage's fastest mix is the optimum.
+    """
+    solution = _Builder(problem).solution(_even_layers(problem))
+    if solution is None:
+        return None
+    objective = solution.objective_s
+    return Solution(objective, solution.bounds, solution.chosen, objective)

@@ -1,0 +1,161 @@
+"""From a candidate and a cost model to a stage problem.
+
+The prices are exactly those of cost/interface.py; this module only files them: a layer's forward_s
++ backward_s becomes its choice's time, ends and fixed bytes go to their stages, and every cut
+carries the skip edges that cross it.
+"""
+
+from __future__ import annotations
+
+from ds_autoplan.cost.interface import CostModel, LayerCost
+from ds_autoplan.model.graph import BlockGraph
+from ds_autoplan.search.options import PlanOptions
+from ds_autoplan.search.problem import Choice, Problem, Stage, lower_bound, pareto
+from ds_autoplan.search.space import Candidate, passes_of, strategies
+from ds_autoplan.strategy import CHECKPOINTING, Strategy
+from ds_autoplan.workload import Workload
+
+_BYTES = {"fp32": 4.0}
+
+
+class Pricer:
+    """Prices the candidates of one planning job.
+
+    Args:
+        graph: the model.
+        cost: the cost model, built for the same graph and workload.
+        workload: the job.
+        options: pins and limits.
+        capacity_bytes: what a device may hold, the user's reserve already taken off.
+    """
+
+    def __init__(
+        self,
+        graph: BlockGraph,
+        cost: CostModel,
+        workload: Workload,
+        options: PlanOptions,
+        capacity_bytes: float,
+    ) -> None:
+        """Keep the parts; nothing is priced yet."""
+        self.graph = graph
+        self.cost = cost
+        self.workload = workload
+        self.options = options
+        self.capacity_bytes = capacity_bytes
+        self.crossing = _crossing_elements(graph)
+
+    def bound_s(self, candidate: Candidate) -> float:
+        """A lower bound on the step time: no memory limit, perfect balance, least checkpointing.
+
+        Checkpointing never makes a layer faster, so only its lightest allowed form is priced.
+        """
+        allowed = [
+            name for name in CHECKPOINTING if self.options.allows("activation_checkpointing", name)
+        ]
+        return lower_bound(self._problem(candidate, allowed[:1]))
+
+    def problem(self, candidate: Candidate) -> Problem:
+        """The candidate's stage problem with every strategy that is on a Pareto front."""
+        return self._problem(candidate, CHECKPOINTING)
+
+    def _problem(self, candidate: Candidate, checkpointing: list[str] | tuple[str, ...]) -> Problem:
+        degrees = candidate.degrees
+        choices = []
+        for index, block in enumerate(self.graph.classes):
+            options = [
+                self._choice(index, strategy, candidate)
+                for strategy in strategies(block, candidate, self.options)
+                if strategy.activation_checkpointing in checkpointing
+            ]
+            choices.append(pareto(options))
+        passes = passes_of(self.workload)
+        cut_time, carried = self._cuts(candidate)
+        gpipe = self.options.schedule == "gpipe" and degrees.pp > 1
+        return Problem(
+            layers=self.graph.layers,
+            choices=tuple(choices),
+            stages=self._stages(candidate, gpipe),
+            sum_weight=passes / degrees.vpp,
+            max_weight=degrees.num_micro_batches - passes / degrees.vpp,
+            constant_s=self.cost.step_constant_s(degrees),
+            cut_time_s=cut_time,
+            carried_bytes=carried,
+        )
+
+    def _choice(self, index: int, strategy: Strategy, candidate: Candidate) -> Choice:
+        price = self.cost.layer(index, strategy, candidate.degrees)
+        return Choice(
+            price.forward_s + price.backward_s,
+            price.state_bytes,
+            price.activation_bytes,
+            price.workspace_bytes,
+            price.per_step_s,
+            strategy,
+        )
+
+    def _stages(self, candidate: Candidate, gpipe: bool) -> tuple[Stage, ...]:
+        degrees = candidate.degrees
+        fixed = self.cost.fixed_bytes(degrees)
+        parallel = candidate.sequence_parallel
+        stages = []
+        for index in range(degrees.pp):
+            ends: list[LayerCost] = []
+            if index == 0:
+                ends.append(self.cost.embedding(degrees, candidate.vocabulary, parallel))
+            if index == degrees.pp - 1:
+                ends.append(self.cost.head(degrees, candidate.vocabulary, parallel))
+            in_flight = self.cost.in_flight(index, degrees)
+            if gpipe:
+                in_flight = degrees.num_micro_batches / passes_of(self.workload)
+            stages.append(
+                Stage(
+                    capacity_bytes=self.capacity_bytes,
+                    in_flight=in_flight,
+                    time_s=sum(end.forward_s + end.backward_s for end in ends),
+                    per_step_s=sum(end.per_step_s for end in ends),
+                    state_bytes=fixed + sum(end.state_bytes for end in ends),
+                    activation_bytes=sum(end.activation_bytes for end in ends),
+                    workspace_bytes=max([0.0, *(end.workspace_bytes for end in ends)]),
+                )
+            )
+        return tuple(stages)
+
+    def _cuts(self, candidate: Candidate) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        degrees = candidate.degrees
+        if degrees.pp == 1:
+            return (), ()
+        strategy = Strategy(sequence_parallel=candidate.sequence_parallel)
+        element = _BYTES.get(self.workload.precision, 2.0)
+        tokens = degrees.micro_batch_size * self.workload.seq_length / degrees.cp
+        times, carried = [0.0], [0.0]
+        priced: dict[int, float] = {}
+        for extra in self.crossing[1:]:
+            elements = self.graph.hidden_size + extra
+            if elements not in priced:
+                width = None if not extra else elements
+                priced[elements] = self.cost.boundary_s(degrees, strategy, width)
+            times.append(priced[elements])
+            carried.append(tokens * extra * element)
+        return tuple(times), tuple(carried) if any(carried) else ()
+
+
+def _crossing_elements(graph: BlockGraph) -> list[int]:
+    """For the cut before each layer, elements per token of the skip edges that cross it.
+
+    A value that several later layers read is sent once over a cut.
+    """
+    crossing = [0] * graph.num_layers
+    sources: dict[int, tuple[int, int]] = {}
+    for edge in graph.skip_edges:
+        if edge.elements_per_token:
+            furthest, elements = sources.get(edge.source, (0, 0))
+            sources[edge.source] = (
+                max(furthest, edge.target),
+                max(elements, edge.elements_per_token),
+            )
+    for source, (target, elements) in sources.items():
+        # the cut right after the source carries its value as the hidden state itself
+        for position in range(source + 2, min(target, graph.num_layers - 1) + 1):
+            crossing[position] += elements
+    return crossing

@@ -1,0 +1,161 @@
+"""The search over candidates: bound all, solve best-bound-first, stop when no bound can win.
+
+Every candidate gets a lower bound first. They are then solved in the order of their bounds; a
+candidate whose bound is not below the worst plan still worth reporting is never solved, and neither
+is anything after it. Solving is exact (:mod:`ds_autoplan.search.cut`), so the best plan found is
+the optimum of the space, with gap 0, unless a time limit cuts the search short.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_autoplan.search.cut import solve_exact
+from ds_autoplan.search.heuristic import construct, with_even_layers
+from ds_autoplan.search.pricing import Pricer
+from ds_autoplan.search.problem import Problem, Solution
+from ds_autoplan.search.space import Candidate
+
+Progress = Callable[[int, int, float | None], None]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A candidate with its optimal solution."""
+
+    candidate: Candidate
+    problem: Problem
+    solution: Solution
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Order of plans: time (to 10 digits), then simplicity."""
+        return (float(f"{self.solution.objective_s:.10g}"), *self.candidate.simplicity)
+
+
+@dataclass
+class Outcome:
+    """What a search found.
+
+    `solved` are the best candidates of each group, fastest first; `too_big` the candidates that do
+    not fit, with the bytes that their tightest stage misses.
+    """
+
+    solved: list[Solved] = field(default_factory=list)
+    too_big: list[tuple[Candidate, float]] = field(default_factory=list)
+    candidates: int = 0
+    tried: int = 0
+    pruned: int = 0
+    bound_s: float = float("inf")
+    stopped: bool = False
+    seconds: float = 0.0
+
+
+def search(
+    pricer: Pricer,
+    candidates: list[Candidate],
+    top_k: int,
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Find the best plan and the `top_k` best of other groups.
+
+    Args:
+        pricer: prices candidates.
+        candidates: the space.
+        top_k: runners-up wanted, each from another (tp, pp, dp, cp, ep, vpp).
+        time_limit_s: stop after this many seconds with the best so far.
+        progress: called with (done, all, best time so far).
+    """
+    started = time.monotonic()
+    deadline = started + time_limit_s if time_limit_s is not None else None
+    bounded = sorted(
+        ((pricer.bound_s(candidate), candidate.simplicity, candidate) for candidate in candidates),
+        key=lambda item: item[:2],
+    )
+    outcome = Outcome(candidates=len(bounded))
+    best: dict[tuple[int, ...], Solved] = {}
+    for done, (bound, _, candidate) in enumerate(bounded):
+        limit = _limit(best, top_k)
+        if bound >= limit:
+            outcome.pruned += len(bounded) - done
+            break
+        if deadline is not None and time.monotonic() > deadline and best:
+            outcome.stopped = True
+            outcome.bound_s = bound
+            break
+        own = best.get(candidate.group)
+        if own is not None and bound >= own.solution.objective_s:
+            outcome.pruned += 1
+            continue
+        if own is not None:
+            limit = min(limit, own.solution.objective_s)
+        found = _solve(pricer, candidate, limit, deadline, outcome)
+        outcome.tried += 1
+        if found is not None and (own is None or found.rank < own.rank):
+            best[candidate.group] = found
+        if progress is not None:
+            progress(done + 1, len(bounded), _limit(best, 0) if best else None)
+    outcome.solved = sorted(best.values(), key=lambda solved: solved.rank)
+    if outcome.solved:
+        winner = outcome.solved[0].solution
+        bounds = [winner.bound_s] + ([outcome.bound_s] if outcome.stopped else [])
+        outcome.bound_s = min(bounds)
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def _limit(best: dict[tuple[int, ...], Solved], top_k: int) -> float:
+    """The objective that a candidate must beat to be reported at all."""
+    values = sorted(solved.solution.objective_s for solved in best.values())
+    return values[top_k] if len(values) > top_k else float("inf")
+
+
+def _solve(
+    pricer: Pricer,
+    candidate: Candidate,
+    limit_s: float,
+    deadline: float | None,
+    outcome: Outcome,
+) -> Solved | None:
+    problem = pricer.problem(candidate)
+    missing = missing_bytes(problem)
+    if missing > 0:
+        outcome.too_big.append((candidate, missing))
+        return None
+    if candidate.degrees.vpp > 1:
+        solution = with_even_layers(problem)
+        feasible = solution is not None
+    else:
+        start = construct(problem)
+        solution = solve_exact(problem, start, deadline, limit_s)
+        feasible = start is not None or solution is not None
+    if not feasible and limit_s == float("inf"):
+        outcome.too_big.append((candidate, 0.0))
+    return Solved(candidate, problem, solution) if solution is not None else None
+
+
+def missing_bytes(problem: Problem) -> float:
+    """By how much even the smallest choices overflow all stages together; 0 or less: they may fit.
+
+    A layer may sit on any stage, so each is charged where its activations weigh least.
+    """
+    lightest = min(stage.in_flight for stage in problem.stages)
+    need = 0.0
+    for layer in problem.layers:
+        need += min(
+            choice.state_bytes + lightest * choice.activation_bytes
+            for choice in problem.choices[layer]
+        )
+    room = 0.0
+    smallest = min(c.workspace_bytes for choices in problem.choices for c in choices)
+    for stage in problem.stages:
+        used = stage.state_bytes + stage.in_flight * stage.activation_bytes
+        own = stage.capacity_bytes - used - max(stage.workspace_bytes, smallest)
+        if own <= 0:
+            return -own
+        room += own
+    return (need - room) / len(problem.stages)
