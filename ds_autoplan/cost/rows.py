@@ -19,6 +19,7 @@ from ds_autoplan.cost import frameworks
 from ds_autoplan.cost.frameworks import Framework
 from ds_autoplan.cost.interface import StageAssignment
 from ds_autoplan.errors import AutoplanError, BadInputError, UnsupportedError
+from ds_autoplan.estimate import even_cut
 from ds_autoplan.model.graph import Attention, BlockClass, BlockGraph, Mlp, Operator
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
@@ -45,6 +46,7 @@ class Row:
     peak_kind: str
     family: str
     shard_group: int = 0
+    memory_unit: str = "GiB"
 
 
 def read_row(data: dict[str, Any]) -> Row:
@@ -112,12 +114,13 @@ def _read(data: dict[str, Any]) -> Row:
         workload=workload,
         framework=framework,
         degrees=degrees,
-        stages=even_stages(graph.num_layers, pp, strategy, "embeddings as pp" in str(data)),
+        stages=stages_of(graph.num_layers, pp, strategy, "embeddings as pp" in str(data)),
         measured_step_s=measured.get("iteration_s") or derived.get("iteration_s"),
         measured_peak_bytes=None if peak is None else peak * (2**30 if "GiB" in unit else 1e9),
         peak_kind=peak_kind_of(data),
         family=family_of(data),
         shard_group=shard_group_of(data),
+        memory_unit="GiB" if "GiB" in unit else "GB",
     )
 
 
@@ -228,24 +231,15 @@ def strategy_of(data: dict[str, Any], degrees: Degrees, framework: Framework) ->
     )
 
 
-def even_stages(
+def stages_of(
     layers: int, pp: int, strategy: Strategy, ends_count: bool = False
 ) -> tuple[StageAssignment, ...]:
-    """Cut `layers` as evenly as possible; middle stages get the remainder, as the ends carry more.
-
-    With `ends_count` the embedding and the head each count as a layer.
-    """
-    total = layers + (2 if ends_count else 0)
-    base, rest = divmod(total, pp)
-    if base == 0:
-        raise UnsupportedError(f"{layers} layers cannot be cut into {pp} stages.")
-    counts = [base] * pp
-    order = sorted(range(pp), key=lambda stage: (stage in (0, pp - 1), stage == 0, stage))
-    for stage in order[:rest]:
-        counts[stage] += 1
-    if ends_count:
-        counts[0] -= 1
-        counts[-1] -= 1
+    """An even cut; with `ends_count` the embedding and the head each count as a layer."""
+    if not ends_count or pp == 1:
+        return even_cut(layers, pp, strategy)
+    counts = [stage.last - stage.first + 1 for stage in even_cut(layers + 2, pp, strategy)]
+    counts[0] -= 1
+    counts[-1] -= 1
     stages, first = [], 0
     for count in counts:
         stages.append(StageAssignment(first, first + count - 1, (strategy,) * count))
