@@ -1,0 +1,1 @@
+"""What runs a plan: DeepSpeed's engine, Megatron-core's layers, Hugging Face's models."""

@@ -1,0 +1,1 @@
+"""DeepSpeed: the hooked `initialize`, the batch exchange, and engines that run a plan."""

@@ -1,0 +1,1 @@
+"""Megatron-core: the parallel state of a plan, and tensor-parallel layers under Hugging Face names."""

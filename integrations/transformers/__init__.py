@@ -1,0 +1,1 @@
+"""Hugging Face models: their structure, their shards and stages, their checkpoints."""

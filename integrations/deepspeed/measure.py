@@ -1,0 +1,55 @@
+"""Measured step time and peak memory of a running job, to set beside the plan's prediction."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+# Steps that warm up caches and allocators, and the steps that are measured after them.
+WARM_UP_STEPS, MEASURED_STEPS = 3, 10
+
+
+@dataclass
+class StepClock:
+    """Times optimizer steps, from one's end to the next one's.
+
+    `report` is called once, with the median seconds of the measured steps and the peak bytes of this rank.
+    """
+
+    report: Callable[[float, int], None]
+    durations: list[float] = field(default_factory=list)
+    last_end: float | None = None
+    done: bool = False
+
+    def call(self, training: bool) -> None:
+        """Note a call of the model; evaluation between two steps does not count as step time."""
+        if not training:
+            self.last_end = None
+
+    def step(self, boundary: bool) -> None:
+        """Note the end of an optimizer step."""
+        if not boundary or self.done:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.last_end is not None:
+            self.durations.append(now - self.last_end)
+        self.last_end = now
+        if len(self.durations) == WARM_UP_STEPS + MEASURED_STEPS:
+            self.done = True
+            measured = sorted(self.durations[WARM_UP_STEPS:])
+            self.report(measured[len(measured) // 2], peak_bytes())
+
+
+def peak_bytes() -> int:
+    """Peak memory of this rank: of its GPU, or of the process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)
