@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_autoplan.errors import BadInputError, InfeasibleError
+from ds_autoplan.inputs import Inputs, record
 from ds_autoplan.model.flops import model_flops
 from ds_autoplan.model.graph import BlockGraph
-from ds_autoplan.model.load import load_graph
+from ds_autoplan.model.load import graph_of_config, read_config
 from ds_autoplan.plan import LayerPlan, Plan, SolverReport, StagePlan
 from ds_autoplan.search.options import DEFAULT_RESERVE, PlanOptions
 from ds_autoplan.search.pricing import Pricer
@@ -51,7 +52,12 @@ def plan(
         InfeasibleError: no candidate fits or is allowed.
     """
     options = options or PlanOptions()
-    graph = model if isinstance(model, BlockGraph) else load_graph(model)
+    config = None
+    if isinstance(model, BlockGraph):
+        graph = model
+    else:
+        config, name = read_config(model)
+        graph = graph_of_config(config, name)
     topology = _topology(cluster)
     check_workload(graph, workload)
     if cost is None:
@@ -68,7 +74,9 @@ def plan(
     outcome = search(pricer, space.candidates, options.top_k, options.time_limit_s, progress)
     if not outcome.solved:
         raise _nothing_fits(graph, pricer, outcome, capacity)
-    return _assemble(graph, topology, workload, options, cost, pricer, space, outcome)
+    inputs = Inputs(graph, topology, workload, options)
+    made = _assemble(inputs, cost, pricer, space, outcome)
+    return replace(made, report={**made.report, "inputs": record(inputs, config)})
 
 
 def check_workload(graph: BlockGraph, workload: Workload) -> None:
@@ -125,15 +133,10 @@ def _cost_model(
 
 
 def _assemble(
-    graph: BlockGraph,
-    topology: Topology,
-    workload: Workload,
-    options: PlanOptions,
-    cost: CostModel,
-    pricer: Pricer,
-    space: Space,
-    outcome: Outcome,
+    inputs: Inputs, cost: CostModel, pricer: Pricer, space: Space, outcome: Outcome
 ) -> Plan:
+    graph, topology = inputs.graph, inputs.topology
+    workload, options = inputs.workload, inputs.options
     winner = outcome.solved[0]
     judge = cost
     if options.cost == "volume":

@@ -42,11 +42,21 @@ def load_graph(model: str | Path | Mapping[str, Any], name: str | None = None) -
         BadInputError: nothing is found under that name, or the config lacks what is needed.
         UnsupportedError: the `model_type` is not known.
     """
+    config, found = read_config(model)
+    return graph_of_config(config, name or found)
+
+
+def read_config(model: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The Hugging Face config of a model (see :func:`load_graph`) and a display name.
+
+    Raises:
+        BadInputError: nothing is found under that name, or it is not a config.
+    """
     if isinstance(model, Mapping):
-        return graph_of_config(model, name or str(model.get("model_type") or "model"))
+        return model, str(model.get("model_type") or "model")
     bundled = bundled_models()
     if str(model) in bundled:
-        return graph_of_config(bundled[str(model)], name or str(model))
+        return bundled[str(model)], str(model)
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
@@ -56,7 +66,7 @@ def load_graph(model: str | Path | Mapping[str, Any], name: str | None = None) -
                 "A model folder is one that save_pretrained wrote.",
             )
     if not path.is_file():
-        near = difflib.get_close_matches(str(model), bundled, n=3, cutoff=0.4)
+        near = difflib.get_close_matches(str(model).lower(), bundled, n=3, cutoff=0.4)
         hint = f"Did you mean {', '.join(near)}?" if near else f"Bundled: {', '.join(bundled)}."
         raise BadInputError(
             f"There is no model {str(model)!r}:",
@@ -69,8 +79,8 @@ def load_graph(model: str | Path | Mapping[str, Any], name: str | None = None) -
         raise BadInputError(f"The model config {str(path)!r} is not JSON: {error}.") from error
     if not isinstance(config, dict):
         raise BadInputError(f"The model config {str(path)!r} holds no JSON object.")
-    default = path.parent.name if path.name == "config.json" else path.stem
-    return graph_of_config(config, name or default or str(config.get("model_type")))
+    default = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return config, default or str(config.get("model_type"))
 
 
 def graph_of_config(config: Mapping[str, Any], name: str) -> BlockGraph:

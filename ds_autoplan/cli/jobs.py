@@ -1,0 +1,99 @@
+"""Options that several commands share: the job, and how results are shown."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from ds_autoplan.errors import BadInputError
+from ds_autoplan.search.solve import Progress
+from ds_autoplan.workload import BACKENDS, PRECISIONS, Workload
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor")
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """--model, --cluster, --seq-length, --global-batch-size and the rest of the workload."""
+    parser.add_argument(
+        "--model", required=True, metavar="M", help="config.json, model folder, or bundled name"
+    )
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        metavar="C",
+        help="NODESxGPUSxNAME, as 4x8xH100-SXM-80GB (optionally ,nic=400Gb), or a cluster JSON",
+    )
+    parser.add_argument("--seq-length", type=positive, required=True, metavar="S")
+    parser.add_argument("--global-batch-size", type=positive, required=True, metavar="B")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--backend", choices=BACKENDS, default="deepspeed")
+    parser.add_argument(
+        "--gradient-accumulation-steps",
+        type=positive,
+        metavar="A",
+        help="engine calls per step that the script makes (deepspeed backend)",
+    )
+    parser.add_argument("--gradient-clipping", type=float, default=0.0, metavar="NORM")
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The workload that :func:`add_job`'s options describe."""
+    return Workload(
+        seq_length=args.seq_length,
+        global_batch_size=args.global_batch_size,
+        precision=args.precision,
+        optimizer=args.optimizer,
+        backend=args.backend,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        gradient_clipping=args.gradient_clipping,
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json: nothing but JSON on standard output."""
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+
+
+def positive(text: str) -> int:
+    """An argparse type: a positive integer."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return value
+
+
+def positive_list(text: str) -> tuple[int, ...]:
+    """An argparse type: positive integers with commas between."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def terminal_progress() -> Progress | None:
+    """A progress line on standard error after two seconds, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    started = time.monotonic()
+    state = {"shown": False}
+
+    def show(done: int, total: int, best_s: float | None) -> None:
+        if time.monotonic() - started > 2:
+            best = f", best step {best_s:.4g} s" if best_s is not None else ""
+            print(f"\r{done} of {total} candidates{best} ", end="", file=sys.stderr, flush=True)
+            state["shown"] = True
+        if done == total and state["shown"]:
+            print(file=sys.stderr)
+
+    return show
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file, as one readable error where that is not possible."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise BadInputError(f"The file {path!r} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,132 @@
+"""Plain-text tables and numbers for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ds_autoplan.explain import layer_groups
+from ds_autoplan.plan import Plan
+
+GB = 1e9
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as their widest cell; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    numeric = [
+        all(isinstance(row[i], int | float) or _number(str(row[i])) for row in rows)
+        for i in range(len(header))
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _number(text: str) -> bool:
+    return text.lstrip("-").replace(".", "", 1).replace("%", "", 1).replace("e", "", 1).isdigit()
+
+
+def seconds(value: float) -> str:
+    """A time with its unit."""
+    if value >= 0.1:
+        return f"{value:.3f} s"
+    return f"{value * 1e3:.3f} ms" if value >= 1e-4 else f"{value * 1e6:.1f} us"
+
+
+def degrees_text(head: dict[str, Any]) -> str:
+    """tp=2 pp=4 dp=8 ..., leaving out axes that are 1."""
+    parts = [f"{key}={head[key]}" for key in ("tp", "pp", "dp")]
+    parts += [f"{key}={head[key]}" for key in ("cp", "ep", "vpp") if head.get(key, 1) != 1]
+    parts.append(f"ZeRO {head['zero_stage']}")
+    parts.append(f"micro-batch {head['micro_batch_size']}")
+    if head.get("sequence_parallel"):
+        parts.append("sequence parallel")
+    return " ".join(parts)
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole plan for people: head, stages, layers, step, runners-up, assumptions."""
+    d = plan.degrees
+    solver = plan.solver
+    head = {
+        **{key: getattr(d, key) for key in ("tp", "pp", "dp", "cp", "ep", "vpp", "zero_stage")},
+        "micro_batch_size": d.micro_batch_size,
+        "sequence_parallel": plan.layers[0].strategy.sequence_parallel,
+    }
+    cluster = plan.cluster.get("name") or plan.cluster.get("device", "")
+    parts = [
+        f"{plan.model} on {cluster} ({d.world_size} devices), sequence {plan.seq_length}, "
+        f"global batch {plan.global_batch_size}, {plan.precision}, {plan.backend}",
+        f"Plan {plan.fingerprint}: {degrees_text(head)} x {d.num_micro_batches}, "
+        f"vocabulary {plan.vocabulary}",
+        f"Step {seconds(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s "
+        f"({plan.tokens_per_s_per_gpu:,.0f} per device), MFU {plan.mfu:.1%}, "
+        f"{plan.uncalibrated_fraction:.0%} of the time from uncalibrated constants",
+        "",
+        table(
+            ["stage", "layers", "micro-batch", "peak GB", "margin GB", "of which"],
+            [
+                [
+                    index,
+                    f"{stage.first_layer}-{stage.last_layer}",
+                    seconds(stage.time_s),
+                    f"{stage.peak_bytes / GB:.1f}",
+                    f"{stage.margin_bytes / GB:.1f}",
+                    ", ".join(
+                        f"{key} {value / GB:.1f}"
+                        for key, value in stage.memory.items()
+                        if value > 0.05 * GB
+                    ),
+                ]
+                for index, stage in enumerate(plan.stages)
+            ],
+        ),
+        "",
+        table(
+            ["layers", "stage", "attention", "mlp", "sequence parallel", "checkpointing"],
+            [
+                [
+                    f"{group['first_layer']}-{group['last_layer']}",
+                    group["stage"],
+                    group["strategy"]["attention"],
+                    group["strategy"]["mlp"],
+                    "yes" if group["strategy"]["sequence_parallel"] else "no",
+                    group["strategy"]["activation_checkpointing"],
+                ]
+                for group in layer_groups(plan)
+            ],
+        ),
+        "",
+        "Step: "
+        + ", ".join(
+            f"{key} {seconds(value)}"
+            for key, value in sorted(plan.breakdown_s.items(), key=lambda item: -item[1])
+            if value > 0
+        ),
+        f"Search: {solver.candidates} candidates, {solver.solved} solved, {solver.pruned} pruned, "
+        f"{solver.status}, gap {solver.gap:.2g}, {solver.seconds:.2f} s",
+    ]
+    if plan.alternatives:
+        rows = [
+            [degrees_text(other), seconds(other["step_s"]), other["why"]]
+            for other in plan.alternatives
+        ]
+        parts += ["", table(["runner-up", "step", "why it lost"], rows)]
+    settings = plan.deepspeed()
+    parts += [
+        "",
+        "DeepSpeed settings: "
+        + ", ".join(
+            f"{key} {value['stage'] if isinstance(value, dict) else value}"
+            for key, value in settings.items()
+        ),
+    ]
+    parts += [f"Assumes: {note}" for note in plan.assumptions]
+    return "\n".join(parts)
