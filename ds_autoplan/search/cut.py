@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 
 from ds_autoplan.search.heuristic import spread
-from ds_autoplan.search.mix import Mix, mixes_by_per_step
+from ds_autoplan.search.mix import Mix, Mixer, Room
 from ds_autoplan.search.problem import (
     Choice,
     Problem,
@@ -60,6 +60,7 @@ class _Stages:
     def __init__(self, problem: Problem, incumbent_s: float) -> None:
         self.problem = problem
         self.counts = prefix_counts(problem)
+        self.mixer = Mixer(problem.choices)
         self.memo: dict[object, list[Mix]] = {}
         self.least_bytes: dict[tuple[int, float], float] = {}
         fastest = fastest_times(problem)
@@ -136,14 +137,8 @@ class _Stages:
         floor = self.per_step_floor_s - own.per_step_s
         key = (counts, own.in_flight, budget, own.workspace_bytes, floor, limit)
         if key not in self.memo:
-            self.memo[key] = mixes_by_per_step(
-                self.problem.choices,
-                counts,
-                own.in_flight,
-                budget,
-                own.workspace_bytes,
-                limit,
-                floor,
+            self.memo[key] = self.mixer.frontier(
+                counts, Room(own.in_flight, budget, own.workspace_bytes), limit, floor
             )
         return self.memo[key]
 

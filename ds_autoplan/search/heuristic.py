@@ -7,7 +7,7 @@ micro-batches in flight there). Nothing is proven; what comes back is feasible o
 
 from __future__ import annotations
 
-from ds_autoplan.search.mix import Mix, fastest_mix
+from ds_autoplan.search.mix import Mix, Mixer, Room
 from ds_autoplan.search.problem import (
     Choice,
     Problem,
@@ -25,14 +25,14 @@ def construct(problem: Problem) -> Solution | None:
     layer_s = [fastest[layer] for layer in problem.layers]
     build = _Builder(problem)
     starts = [_even_times(problem, layer_s), _even_layers(problem)]
-    found = [solution for bounds in starts if (solution := build.solution(bounds))]
-    if not found:
-        for bounds in (_filled(build), _packed(build)):
-            if bounds is not None and (solution := build.solution(bounds)):
-                found.append(solution)
-    if not found:
+    priced = [(value, bounds) for bounds in starts if (value := build.objective(bounds))]
+    if not priced:
+        for packed in (_filled(build), _packed(build)):
+            if packed is not None and (value := build.objective(packed)):
+                priced.append((value, packed))
+    if not priced:
         return None
-    return _climb(build, min(found, key=lambda solution: solution.objective_s))
+    return build.solution(_climb(build, *min(priced)))
 
 
 class _Builder:
@@ -41,6 +41,7 @@ class _Builder:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.counts = prefix_counts(problem)
+        self.mixer = Mixer(problem.choices)
         self.memo: dict[tuple[int, int, int], Mix | None] = {}
 
     def mix(self, stage: int, first: int, end: int) -> Mix | None:
@@ -50,20 +51,35 @@ class _Builder:
             own = self.problem.stages[stage]
             kept = own.activation_bytes + self.problem.carried(first)
             pairs = zip(self.counts[end], self.counts[first], strict=True)
-            self.memo[key] = fastest_mix(
-                self.problem.choices,
+            budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
+            self.memo[key] = self.mixer.fastest(
                 tuple(after - before for after, before in pairs),
-                own.in_flight,
-                own.capacity_bytes - own.state_bytes - own.in_flight * kept,
-                own.workspace_bytes,
+                Room(own.in_flight, budget, own.workspace_bytes),
             )
         return self.memo[key]
 
-    def solution(self, bounds: tuple[int, ...]) -> Solution | None:
-        """The solution with these bounds and each stage at its fastest, if every stage fits."""
-        chosen: list[Choice] = []
+    def objective(self, bounds: tuple[int, ...]) -> float | None:
+        """The objective with these bounds and each stage at its fastest, if every stage fits."""
+        problem = self.problem
+        times, steps = [], []
         for stage, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
             mix = self.mix(stage, first, end) if end > first else None
+            if mix is None:
+                return None
+            own = problem.stages[stage]
+            cut = problem.cut_time(end) if end < len(problem.layers) else 0.0
+            times.append(own.time_s + cut + mix.time_s)
+            steps.append(own.per_step_s + mix.per_step_s)
+        total = problem.sum_weight * sum(times) + problem.max_weight * max(times)
+        return total + max(steps) + problem.constant_s
+
+    def solution(self, bounds: tuple[int, ...]) -> Solution | None:
+        """The solution with these bounds and each stage at its fastest, if every stage fits."""
+        if self.objective(bounds) is None:
+            return None
+        chosen: list[Choice] = []
+        for stage, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            mix = self.mix(stage, first, end)
             if mix is None:
                 return None
             chosen += spread(self.problem, first, end, mix)
@@ -88,19 +104,18 @@ def spread(problem: Problem, first: int, end: int, mix: Mix) -> list[Choice]:
     return chosen
 
 
-def _climb(build: _Builder, solution: Solution) -> Solution:
+def _climb(build: _Builder, objective: float, bounds: tuple[int, ...]) -> tuple[int, ...]:
     """Move single cuts by one layer while that helps; each pass over the cuts, first gain taken."""
     improved = True
     while improved:
         improved = False
-        for cut in range(1, len(solution.bounds) - 1):
+        for cut in range(1, len(bounds) - 1):
             for move in (-1, 1):
-                bounds = list(solution.bounds)
-                bounds[cut] += move
-                moved = build.solution(tuple(bounds))
-                if moved is not None and moved.objective_s < solution.objective_s * (1 - 1e-12):
-                    solution, improved = moved, True
-    return solution
+                moved = (*bounds[:cut], bounds[cut] + move, *bounds[cut + 1 :])
+                value = build.objective(moved)
+                if value is not None and value < objective * (1 - 1e-12):
+                    objective, bounds, improved = value, moved, True
+    return bounds
 
 
 def _even_layers(problem: Problem) -> tuple[int, ...]:

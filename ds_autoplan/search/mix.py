@@ -14,12 +14,15 @@ answer is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_autoplan.search.problem import Choice
 
 _RELATIVE = 1e-12  # rounding allowance of sums, far below the 1e-6 that optima are compared at
+
+
+_INFINITY = float("inf")
 
 
 @dataclass(frozen=True)
@@ -49,73 +52,127 @@ class _Best:
     picked: tuple[tuple[int, int, int], ...] | None = None
 
 
-def fastest_mix(
-    choices: tuple[tuple[Choice, ...], ...],
-    counts: tuple[int, ...],
-    in_flight: float,
-    budget: float,
-    workspace_floor: float,
-    time_limit_s: float = float("inf"),
-    per_step_limit_s: float = float("inf"),
-) -> Mix | None:
-    """The fastest feasible mix, or None if nothing fits (or nothing is faster than the limit).
+@dataclass(frozen=True)
+class Room:
+    """What one stage offers its layers: `budget` bytes for them and the workspace."""
 
-    Args:
-        choices: every class's choices.
-        counts: layers of each class in the stage.
-        in_flight: micro-batches whose activations the stage keeps.
-        budget: bytes for the layers and the workspace.
-        workspace_floor: workspace that the stage needs whatever its layers choose.
-        time_limit_s: only mixes at most this slow are of interest.
-        per_step_limit_s: limit on the layers' summed `per_step_s`.
-    """
-    groups = [
-        (klass, count, _items(choices[klass], in_flight))
-        for klass, count in enumerate(counts)
-        if count
-    ]
-    fast = _uniform(groups, budget, workspace_floor, per_step_limit_s)
-    if fast is not None:
-        return fast if fast.time_s <= time_limit_s * (1 + _RELATIVE) else None
-    best = _Best(time_limit_s * (1 + _RELATIVE))
-    caps = sorted({max(workspace_floor, item.workspace) for g in groups for item in g[2]})
-    for cap in caps:
-        allowed = []
-        for klass, count, items in groups:
-            fitting = [item for item in items if item.workspace <= cap]
-            if not fitting:
-                break
-            allowed.append((klass, count, _reduce(fitting, per_step_limit_s)))
-        else:
-            _branch(allowed, budget - cap, per_step_limit_s, best)
-    if best.picked is None:
-        return None
-    per_class: list[list[tuple[int, int]]] = [[] for _ in counts]
-    for klass, index, count in best.picked:
-        per_class[klass].append((index, count))
-    return Mix(best.time_s, best.per_step_s, tuple(tuple(sorted(part)) for part in per_class))
+    in_flight: float
+    budget: float
+    workspace_floor: float
 
 
-def _items(choices: tuple[Choice, ...], in_flight: float) -> list[_Item]:
-    return [
-        _Item(
-            index,
-            choice.time_s,
-            choice.state_bytes + in_flight * choice.activation_bytes,
-            choice.per_step_s,
-            choice.workspace_bytes,
+class Mixer:
+    """Fastest mixes of one problem's choices; what does not depend on the counts is kept."""
+
+    def __init__(self, choices: tuple[tuple[Choice, ...], ...]) -> None:
+        """Keep the choices of every class."""
+        self.choices = choices
+        self._of_class: dict[tuple[int, float], list[_Item]] = {}
+        self._levels: dict[object, list[_Level] | None] = {}
+
+    def fastest(
+        self,
+        counts: tuple[int, ...],
+        room: Room,
+        time_limit_s: float = _INFINITY,
+        per_step_limit_s: float = _INFINITY,
+    ) -> Mix | None:
+        """The fastest feasible mix, or None if nothing fits (or nothing is faster than the limit).
+
+        Args:
+            counts: layers of each class in the stage.
+            room: what the stage offers.
+            time_limit_s: only mixes at most this slow are of interest.
+            per_step_limit_s: limit on the layers' summed `per_step_s`.
+        """
+        groups = [
+            (klass, count, self._items(klass, room.in_flight))
+            for klass, count in enumerate(counts)
+            if count
+        ]
+        fast = _uniform(groups, room, per_step_limit_s)
+        if fast is not None:
+            return fast if fast.time_s <= time_limit_s * (1 + _RELATIVE) else None
+        best = _Best(time_limit_s * (1 + _RELATIVE))
+        caps = sorted({max(room.workspace_floor, i.workspace) for g in groups for i in g[2]})
+        for cap in caps:
+            levels = self._levels_of(groups, cap, room.in_flight, per_step_limit_s < _INFINITY)
+            if levels:
+                _branch(levels, groups[0][1], room.budget - cap, per_step_limit_s, best)
+        if best.picked is None:
+            return None
+        per_class: list[list[tuple[int, int]]] = [[] for _ in counts]
+        for klass, index, count in best.picked:
+            per_class[klass].append((index, count))
+        return Mix(best.time_s, best.per_step_s, tuple(tuple(sorted(p)) for p in per_class))
+
+    def frontier(
+        self,
+        counts: tuple[int, ...],
+        room: Room,
+        time_limit_s: float,
+        per_step_floor_s: float,
+    ) -> list[Mix]:
+        """The Pareto frontier (time, per-step time) of a stage's mixes, fastest first.
+
+        Mixes whose per-step time is below `per_step_floor_s` gain nothing over one that reaches it,
+        because the slowest stage counts, so the frontier ends there.
+        """
+        found: list[Mix] = []
+        limit = _INFINITY
+        least = sum(
+            count * min(choice.per_step_s for choice in self.choices[klass])
+            for klass, count in enumerate(counts)
+            if count
         )
-        for index, choice in enumerate(choices)
-    ]
+        while True:
+            mix = self.fastest(counts, room, time_limit_s, limit)
+            if mix is None:
+                return found
+            found.append(mix)
+            if mix.per_step_s <= max(least, per_step_floor_s) * (1 + _RELATIVE):
+                return found
+            limit = mix.per_step_s * (1 - 1e-9)
+
+    def _items(self, klass: int, in_flight: float) -> list[_Item]:
+        key = (klass, in_flight)
+        if key not in self._of_class:
+            self._of_class[key] = [
+                _Item(
+                    index,
+                    choice.time_s,
+                    choice.state_bytes + in_flight * choice.activation_bytes,
+                    choice.per_step_s,
+                    choice.workspace_bytes,
+                )
+                for index, choice in enumerate(self.choices[klass])
+            ]
+        return self._of_class[key]
+
+    def _levels_of(
+        self, groups: _Groups, cap: float, in_flight: float, limited: bool
+    ) -> list[_Level] | None:
+        """Levels for a workspace cap; None where some class has no choice below it."""
+        # the first class's count is the search's own argument, so one class needs one entry only
+        contents = tuple((klass, count if at else 0) for at, (klass, count, _) in enumerate(groups))
+        key = (contents, cap, in_flight, limited)
+        if key not in self._levels:
+            allowed: _Groups = []
+            for klass, count, items in groups:
+                fitting = [item for item in items if item.workspace <= cap]
+                if fitting:
+                    allowed.append((klass, count, _reduce(fitting, limited)))
+            self._levels[key] = _levels(allowed) if len(allowed) == len(groups) else None
+        return self._levels[key]
 
 
 _Groups = list[tuple[int, int, list[_Item]]]
 
 
-def _uniform(groups: _Groups, budget: float, floor: float, per_step_limit_s: float) -> Mix | None:
+def _uniform(groups: _Groups, room: Room, per_step_limit_s: float) -> Mix | None:
     """Every class at its fastest choice, if that fits: then nothing else needs a look."""
     time_s = per_step = cost = 0.0
-    workspace = floor
+    workspace = room.workspace_floor
     counts: list[tuple[tuple[int, int], ...]] = []
     for klass, count, items in groups:
         item = min(items, key=lambda i: (i.time_s, i.per_step_s, i.cost, i.index))
@@ -125,14 +182,13 @@ def _uniform(groups: _Groups, budget: float, floor: float, per_step_limit_s: flo
         workspace = max(workspace, item.workspace)
         counts += [()] * (klass - len(counts))
         counts.append(((item.index, count),))
-    if cost + workspace > budget * (1 + _RELATIVE) or per_step > per_step_limit_s:
+    if cost + workspace > room.budget * (1 + _RELATIVE) or per_step > per_step_limit_s:
         return None
     return Mix(time_s, per_step, tuple(counts))
 
 
-def _reduce(items: list[_Item], per_step_limit_s: float) -> list[_Item]:
+def _reduce(items: list[_Item], limited: bool) -> list[_Item]:
     """Items that no other dominates in time, bytes and (where it is limited) per-step time."""
-    limited = per_step_limit_s != float("inf")
     kept: list[_Item] = []
     for item in sorted(items, key=lambda i: (i.time_s, i.cost, i.per_step_s, i.index)):
         if not any(
@@ -162,134 +218,166 @@ def _hull(items: list[_Item]) -> list[_Item]:
     return hull
 
 
-class _Relaxation:
-    """Linear relaxation of the remaining groups: time as a function of the budget."""
+@dataclass(frozen=True)
+class _Level:
+    """One decision: how many of what is left of a class take `item`.
 
-    def __init__(self, groups: _Groups) -> None:
-        self.least_cost = self.most_time = 0.0
-        self.least_per_step = 0.0
-        steps: list[tuple[float, float, float]] = []
-        for _, count, items in groups:
-            hull = _hull(items)
-            self.least_cost += count * hull[0].cost
-            self.most_time += count * hull[0].time_s
-            self.least_per_step += count * min(item.per_step_s for item in items)
-            for before, after in zip(hull, hull[1:], strict=False):
-                gain, price = before.time_s - after.time_s, after.cost - before.cost
-                steps.append((gain / price, count * gain, count * price))
-        self.steps = sorted(steps, key=lambda step: -step[0])
+    `base_*` are per layer of the class's items from here on (all at their cheapest), `later_*` sums
+    over the classes after it. `segments` are the hull edges of both, most time saved per byte first:
+    (rate, time saved, bytes, whether per layer left).
+    """
 
-    def time(self, budget: float) -> float | None:
-        """Least time at most `budget` bytes allow, fractions allowed; None if nothing fits."""
-        left = budget - self.least_cost
-        if left < -_RELATIVE * max(abs(budget), abs(self.least_cost)):
+    klass: int
+    item: _Item
+    last: bool
+    count: int
+    base_cost: float
+    base_time: float
+    base_per_step: float
+    later_cost: float
+    later_time: float
+    later_per_step: float
+    segments: tuple[tuple[float, float, float, bool], ...]
+
+    def bound(self, left: int, budget: float) -> float | None:
+        """Least time of this level and all after it, fractions allowed; None if nothing fits."""
+        room = budget - left * self.base_cost - self.later_cost
+        if room < 0 and room < -_RELATIVE * max(abs(budget), left * self.base_cost):
             return None
-        time_s = self.most_time
-        for rate, gain, price in self.steps:
-            if price <= left:
+        time_s = left * self.base_time + self.later_time
+        for rate, gain, price, scaled in self.segments:
+            if scaled:
+                gain, price = gain * left, price * left
+            if price <= room:
                 time_s -= gain
-                left -= price
+                room -= price
             else:
-                time_s -= rate * max(left, 0.0)
-                break
+                return time_s - rate * max(room, 0.0)
         return time_s
 
 
-def _branch(groups: _Groups, budget: float, per_step_limit_s: float, best: _Best) -> None:
-    """Depth first over (class, choice) counts; the relaxation of what is left prunes."""
-    levels: list[tuple[int, _Item, bool]] = []
-    for klass, _, items in groups:
-        levels += [(klass, item, index == len(items) - 1) for index, item in enumerate(items)]
-    relaxations: dict[tuple[int, int], _Relaxation] = {}
-    starts: dict[int, int] = {}
-    for position, (klass, _, _) in enumerate(levels):
-        starts.setdefault(klass, position)
-    order = [klass for klass, _, _ in groups]
-    count_of = {klass: count for klass, count, _ in groups}
-    items_of = {klass: items for klass, _, items in groups}
+def _levels(groups: _Groups) -> list[_Level]:
+    levels: list[_Level] = []
+    later: list[tuple[float, float, float, bool]] = []
+    later_cost = later_time = later_per_step = 0.0
+    for klass, count, items in reversed(groups):
+        for start in range(len(items) - 1, -1, -1):
+            hull = _hull(items[start:])
+            own = [
+                (
+                    (a.time_s - b.time_s) / (b.cost - a.cost),
+                    a.time_s - b.time_s,
+                    b.cost - a.cost,
+                    True,
+                )
+                for a, b in zip(hull, hull[1:], strict=False)
+            ]
+            levels.append(
+                _Level(
+                    klass,
+                    items[start],
+                    start == len(items) - 1,
+                    count,
+                    hull[0].cost,
+                    hull[0].time_s,
+                    min(item.per_step_s for item in items[start:]),
+                    later_cost,
+                    later_time,
+                    later_per_step,
+                    tuple(sorted([*own, *later], key=lambda segment: -segment[0])),
+                )
+            )
+        first = levels[-1]
+        later = [
+            (rate, gain * count, price * count, False) if scaled else (rate, gain, price, False)
+            for rate, gain, price, scaled in first.segments
+        ]
+        later_cost += count * first.base_cost
+        later_time += count * first.base_time
+        later_per_step += count * first.base_per_step
+    levels.reverse()
+    return levels
 
-    def rest(level: int, left: int) -> _Relaxation:
-        key = (level, left)
-        if key not in relaxations:
-            remaining: _Groups = []
-            if level < len(levels):
-                klass = levels[level][0]
-                tail = items_of[klass][level - starts[klass] :]
-                if left:
-                    remaining.append((klass, left, tail))
-                for other in order[order.index(klass) + 1 :]:
-                    remaining.append((other, count_of[other], items_of[other]))
-            relaxations[key] = _Relaxation(remaining)
-        return relaxations[key]
+
+def _branch(
+    levels: list[_Level], first_count: int, budget: float, per_step_limit_s: float, best: _Best
+) -> None:
+    """Depth first over (class, choice) counts; the relaxation of what is left prunes.
+
+    The relaxed time is convex in a level's count, so counts are tried from its minimum outward and
+    each side ends at the first count that cannot win.
+    """
+    slack = -_RELATIVE * abs(budget)
 
     def visit(
-        level: int,
+        at: int,
         left: int,
         time_s: float,
         per_step: float,
-        budget_left: float,
+        room: float,
         picked: tuple[tuple[int, int, int], ...],
     ) -> None:
-        if level == len(levels):
-            fits = budget_left >= -_RELATIVE * abs(budget)
-            if fits and time_s < best.time_s and per_step <= per_step_limit_s:
+        if at == len(levels):
+            if room >= slack and time_s < best.time_s and per_step <= per_step_limit_s:
                 best.time_s, best.per_step_s, best.picked = time_s, per_step, picked
             return
-        klass, item, last = levels[level]
-        for count in _counts(left, last):
-            after = left - count
-            used = budget_left - count * item.cost
-            spent = time_s + count * item.time_s
-            stepped = per_step + count * item.per_step_s
-            if last and level + 1 < len(levels):
-                after = count_of[levels[level + 1][0]]
-            relaxed = rest(level + 1, after)
-            if stepped + relaxed.least_per_step > per_step_limit_s:
-                continue
-            more = relaxed.time(used)
-            if more is None or (spent + more) * (1 + _RELATIVE) >= best.time_s:
-                continue
-            grown = (*picked, (klass, item.index, count)) if count else picked
-            visit(level + 1, after, spent, stepped, used, grown)
+        level = levels[at]
+        following = levels[at + 1] if at + 1 < len(levels) else None
 
-    if levels:
-        visit(0, count_of[levels[0][0]], 0.0, 0.0, budget, ())
+        def bound(count: int) -> float | None:
+            rest = room - count * level.item.cost
+            spent = time_s + count * level.item.time_s
+            if following is None:
+                return spent if rest >= slack else None
+            after = following.count if level.last else left - count
+            more = following.bound(after, rest)
+            return None if more is None else spent + more
+
+        def descend(count: int) -> bool:
+            """Visit one count; False where it and all further out cannot win."""
+            relaxed = bound(count)
+            if relaxed is None or relaxed * (1 + _RELATIVE) >= best.time_s:
+                return False
+            stepped = per_step + count * level.item.per_step_s
+            after = 0
+            least = 0.0
+            if following is not None:
+                after = following.count if level.last else left - count
+                least = after * following.base_per_step + following.later_per_step
+            if stepped + least <= per_step_limit_s:
+                grown = (*picked, (level.klass, level.item.index, count)) if count else picked
+                visit(
+                    at + 1,
+                    after,
+                    time_s + count * level.item.time_s,
+                    stepped,
+                    room - count * level.item.cost,
+                    grown,
+                )
+            return True
+
+        if level.last:
+            descend(left)
+            return
+        middle = _least(bound, left)
+        for count in range(middle, -1, -1):
+            if not descend(count):
+                break
+        for count in range(middle + 1, left + 1):
+            if not descend(count):
+                break
+
+    visit(0, first_count, 0.0, 0.0, budget, ())
 
 
-def _counts(left: int, last: bool) -> Iterator[int]:
-    """Counts to try: all that is left for a class's last choice, else from all down to none."""
-    if last:
-        yield left
-    else:
-        yield from range(left, -1, -1)
-
-
-def mixes_by_per_step(
-    choices: tuple[tuple[Choice, ...], ...],
-    counts: tuple[int, ...],
-    in_flight: float,
-    budget: float,
-    workspace_floor: float,
-    time_limit_s: float,
-    per_step_floor_s: float,
-) -> list[Mix]:
-    """The Pareto frontier (time, per-step time) of a stage's mixes, fastest first.
-
-    Mixes whose per-step time is below `per_step_floor_s` gain nothing over one that reaches it,
-    because the slowest stage counts, so the frontier ends there.
-    """
-    frontier: list[Mix] = []
-    limit = float("inf")
-    while True:
-        mix = fastest_mix(choices, counts, in_flight, budget, workspace_floor, time_limit_s, limit)
-        if mix is None:
-            return frontier
-        frontier.append(mix)
-        least = sum(
-            count * min(choice.per_step_s for choice in choices[klass])
-            for klass, count in enumerate(counts)
-            if count
-        )
-        if mix.per_step_s <= max(least, per_step_floor_s) * (1 + _RELATIVE):
-            return frontier
-        limit = mix.per_step_s * (1 - 1e-9)
+def _least(bound: Callable[[int], float | None], left: int) -> int:
+    """The count in 0..left with the least bound; counts that do not fit lie at the upper end."""
+    low, high = 0, left
+    while low < high:
+        middle = (low + high) // 2
+        here, there = bound(middle), bound(middle + 1)
+        if there is None or (here is not None and here <= there):
+            high = middle
+        else:
+            low = middle + 1
+    return low

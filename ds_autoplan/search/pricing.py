@@ -7,6 +7,8 @@ carries the skip edges that cross it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ds_autoplan.cost.interface import CostModel, LayerCost
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.search.options import PlanOptions
@@ -44,22 +46,58 @@ class Pricer:
         self.options = options
         self.capacity_bytes = capacity_bytes
         self.crossing = _crossing_elements(graph)
+        self.population = [graph.layers.count(index) for index in range(len(graph.classes))]
+        self._times: dict[object, tuple[list[float], float, float]] = {}
+
+    def quick_bound_s(self, candidate: Candidate) -> float:
+        """A lower bound from prices that many candidates share; at most :meth:`bound_s`.
+
+        Without ZeRO a layer's forward and backward do not depend on dp and pp, and ZeRO only adds to
+        them, so candidates that share tp, cp, ep and micro-batch share these prices.
+        """
+        d = candidate.degrees
+        key = (d.tp, d.cp, d.ep, d.micro_batch_size, candidate.sequence_parallel)
+        if key not in self._times:
+            self._times[key] = self._shared_times(candidate)
+        layers_s, first_s, last_s = self._times[key]
+        total = sum(n * t for n, t in zip(self.population, layers_s, strict=True))
+        total += first_s + last_s
+        sum_weight = passes_of(self.workload) / d.vpp
+        longest = max(first_s, last_s) + min(layers_s)
+        return sum_weight * total + (d.num_micro_batches - sum_weight) * max(total / d.pp, longest)
+
+    def _shared_times(self, candidate: Candidate) -> tuple[list[float], float, float]:
+        plain = replace(candidate.degrees, zero_stage=0)
+        lightest = self._lightest()
+        times = []
+        for index, block in enumerate(self.graph.classes):
+            prices = [
+                self.cost.layer(index, strategy, plain)
+                for strategy in strategies(block, candidate, self.options)
+                if strategy.activation_checkpointing == lightest
+            ]
+            times.append(min(price.forward_s + price.backward_s for price in prices))
+        parallel = candidate.sequence_parallel
+        first = self.cost.embedding(plain, candidate.vocabulary, parallel)
+        last = self.cost.head(plain, candidate.vocabulary, parallel)
+        return times, first.forward_s + first.backward_s, last.forward_s + last.backward_s
+
+    def _lightest(self) -> str:
+        allowed = self.options.allows
+        return next(name for name in CHECKPOINTING if allowed("activation_checkpointing", name))
 
     def bound_s(self, candidate: Candidate) -> float:
         """A lower bound on the step time: no memory limit, perfect balance, least checkpointing.
 
         Checkpointing never makes a layer faster, so only its lightest allowed form is priced.
         """
-        allowed = [
-            name for name in CHECKPOINTING if self.options.allows("activation_checkpointing", name)
-        ]
-        return lower_bound(self._problem(candidate, allowed[:1]))
+        return lower_bound(self._problem(candidate, (self._lightest(),)))
 
     def problem(self, candidate: Candidate) -> Problem:
         """The candidate's stage problem with every strategy that is on a Pareto front."""
         return self._problem(candidate, CHECKPOINTING)
 
-    def _problem(self, candidate: Candidate, checkpointing: list[str] | tuple[str, ...]) -> Problem:
+    def _problem(self, candidate: Candidate, checkpointing: tuple[str, ...]) -> Problem:
         degrees = candidate.degrees
         choices = []
         for index, block in enumerate(self.graph.classes):

@@ -8,6 +8,7 @@ the optimum of the space, with gap 0, unless a time limit cuts the search short.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -72,33 +73,40 @@ def search(
     """
     started = time.monotonic()
     deadline = started + time_limit_s if time_limit_s is not None else None
-    bounded = sorted(
-        ((pricer.bound_s(candidate), candidate.simplicity, candidate) for candidate in candidates),
-        key=lambda item: item[:2],
-    )
-    outcome = Outcome(candidates=len(bounded))
+    # (bound, whether it is the sharper one, tie-breaker, candidate)
+    queue = [
+        (pricer.quick_bound_s(candidate), False, candidate.simplicity, at)
+        for at, candidate in enumerate(candidates)
+    ]
+    heapq.heapify(queue)
+    outcome = Outcome(candidates=len(queue))
     best: dict[tuple[int, ...], Solved] = {}
-    for done, (bound, _, candidate) in enumerate(bounded):
+    while queue:
+        bound, sharp, simplicity, at = heapq.heappop(queue)
+        candidate = candidates[at]
         limit = _limit(best, top_k)
         if bound >= limit:
-            outcome.pruned += len(bounded) - done
+            outcome.pruned += 1 + len(queue)
             break
         if deadline is not None and time.monotonic() > deadline and best:
             outcome.stopped = True
             outcome.bound_s = bound
             break
         own = best.get(candidate.group)
-        if own is not None and bound >= own.solution.objective_s:
-            outcome.pruned += 1
-            continue
         if own is not None:
             limit = min(limit, own.solution.objective_s)
-        found = _solve(pricer, candidate, limit, deadline, outcome)
-        outcome.tried += 1
-        if found is not None and (own is None or found.rank < own.rank):
-            best[candidate.group] = found
+        if bound >= limit:
+            outcome.pruned += 1
+        elif not sharp:
+            sharper = max(bound, pricer.bound_s(candidate))
+            heapq.heappush(queue, (sharper, True, simplicity, at))
+        else:
+            found = _solve(pricer, candidate, limit, deadline, outcome)
+            outcome.tried += 1
+            if found is not None and (own is None or found.rank < own.rank):
+                best[candidate.group] = found
         if progress is not None:
-            progress(done + 1, len(bounded), _limit(best, 0) if best else None)
+            progress(len(candidates) - len(queue), len(candidates), _fastest(best))
     outcome.solved = sorted(best.values(), key=lambda solved: solved.rank)
     if outcome.solved:
         winner = outcome.solved[0].solution
@@ -112,6 +120,10 @@ def _limit(best: dict[tuple[int, ...], Solved], top_k: int) -> float:
     """The objective that a candidate must beat to be reported at all."""
     values = sorted(solved.solution.objective_s for solved in best.values())
     return values[top_k] if len(values) > top_k else float("inf")
+
+
+def _fastest(best: dict[tuple[int, ...], Solved]) -> float | None:
+    return min((solved.solution.objective_s for solved in best.values()), default=None)
 
 
 def _solve(
