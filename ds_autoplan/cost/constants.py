@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 # Share of the matmul rate of a long synthetic run (Device.matmul_flops) that GEMMs reach inside training,
 # where clocks follow the power limit. Fitted per architecture and precision on published runs.
 SUSTAINED = {
-    ("volta", "fp16"): 0.95,
-    ("ampere", "bf16"): 0.92,
-    ("hopper", "bf16"): 0.90,
-    ("hopper", "fp8"): 0.88,
-    ("blackwell", "bf16"): 0.72,
-    ("blackwell", "fp8"): 0.80,
-    ("blackwell", "fp4"): 0.60,
-    ("B200", "bf16"): 0.65,
-    ("GB300", "bf16"): 0.85,
-    ("GB300", "fp8"): 0.95,
-    ("GB300", "fp4"): 0.70,
+    ("volta", "fp16"): 0.99,
+    ("ampere", "bf16"): 0.85,
+    ("hopper", "bf16"): 0.82,
+    ("hopper", "fp8"): 0.98,
+    ("blackwell", "bf16"): 0.66,
+    ("blackwell", "fp8"): 0.77,
+    ("blackwell", "fp4"): 0.57,
+    ("B200", "bf16"): 0.53,
+    ("GB300", "bf16"): 0.75,
+    ("GB300", "fp8"): 0.98,
+    ("GB300", "fp4"): 0.75,
 }
 SUSTAINED_DEFAULT = 0.85
 # Matmul rate as a share of the vendor's peak where no long run was published: A100 0.87, H100 0.80, B200
@@ -40,14 +40,15 @@ MATMUL_SHARE_DEFAULT = 0.75
 # causal mask leaves. From kernel benchmarks: FlashAttention-2 on A100; FlashAttention-3 and cuDNN on H100,
 # cuDNN on B200 (MooreThreads/SimuMax@4dcaae5 configs/system: sdp entries).
 ATTENTION_SHARE = {
-    ("volta", "fused"): (0.30, 0.25),
-    ("ampere", "flash"): (0.55, 0.44),
-    ("ampere", "fused"): (0.65, 0.52),
-    ("hopper", "flash"): (0.40, 0.32),
-    ("hopper", "fused"): (0.65, 0.50),
-    ("blackwell", "fused"): (0.70, 0.58),
-    ("cdna3", "fused"): (0.45, 0.35),
-    ("cdna4", "fused"): (0.45, 0.35),
+    ("volta", "fused"): (0.30, 0.24),
+    ("ampere", "flash"): (0.44, 0.35),
+    ("ampere", "fused"): (0.60, 0.48),
+    ("hopper", "flash"): (0.26, 0.21),
+    ("hopper", "fused"): (0.65, 0.52),
+    ("blackwell", "flash"): (0.18, 0.14),
+    ("blackwell", "fused"): (0.65, 0.52),
+    ("cdna3", "fused"): (0.40, 0.32),
+    ("cdna4", "fused"): (0.40, 0.32),
     ("cpu", "fused"): (0.30, 0.30),
 }
 ATTENTION_SHARE_DEFAULT = (0.5, 0.4)
@@ -72,7 +73,7 @@ class Constants:
     # Batched GEMMs whose rows are not 16-byte aligned run without tensor cores: share of the fp32 peak.
     misaligned_share: float = 0.7
     # Bytes moved per element that is quantised to fp8: 2 read, 1 written, 1 transposed.
-    cast_bytes: float = 4.0
+    cast_bytes: float = 11.0
     # Slow-down of the hidden part: compute and communication share memory bandwidth and multiprocessors
     # (PKU-DAIR/Hetu-Galvatron@cea12ff measures 1.1256 on the whole).
     overlap_slowdown: float = 0.12

@@ -28,6 +28,8 @@ class Framework:
         tp_overlap: share of tensor-parallel traffic hidden under GEMMs.
         gradient_overlap: gradient reduction runs under the last backward pass.
         parameter_overlap: the all-gather of updated parameters runs under the next forward pass.
+        step_bytes_moved: bytes per unsharded local parameter that each step moves beside the optimizer:
+            gradients copied, unscaled, normed, flattened.
         pipeline_overlap: share of stage-to-stage sends hidden under compute (interleaved stages).
         scatter_sends: tp ranks send a slice each and gather it after the boundary.
         bucket_buffers: buckets allocated for good.
@@ -39,7 +41,10 @@ class Framework:
         bucket_bytes: gradient bucket.
         kernels_per_layer: kernels launched forward for one dense layer (backward: twice).
         kernels_per_moe: further kernels of a mixture layer (routing, permutation, exchange).
-        kernels_per_expert: further kernels per local expert.
+        dispatch_stall_s: the device idles per mixture layer and micro-batch (forward and backward
+            together), while the host waits for token counts and launches what depends on them.
+        expert_stall_s: the same, per local expert.
+        permute_passes: times that routed tokens are read or written around the exchange.
         reduce_scatter: ZeRO reduces each gradient to its owner only (False: all-reduce).
         ep_overlap: share of the expert all-to-all hidden under other compute.
         deduplicated_dispatch: a token crosses to a node once, however many of its experts are there.
@@ -68,6 +73,7 @@ class Framework:
     tp_overlap: float = 0.0
     gradient_overlap: bool = True
     parameter_overlap: bool = True
+    step_bytes_moved: float = 0.0
     pipeline_overlap: float = 0.8
     scatter_sends: bool = True
     bucket_buffers: int = 0
@@ -78,8 +84,10 @@ class Framework:
     fragmentation: float = 0.02
     bucket_bytes: float = 160e6
     kernels_per_layer: int = 30
-    kernels_per_moe: int = 60
-    kernels_per_expert: float = 4.0
+    kernels_per_moe: int = 40
+    dispatch_stall_s: float = 1.0e-3
+    expert_stall_s: float = 0.15e-3
+    permute_passes: float = 4.0
     reduce_scatter: bool = True
     ep_overlap: float = 0.0
     deduplicated_dispatch: bool = False
@@ -103,7 +111,7 @@ MEGATRON_2021 = replace(
     name="megatron-2021",
     gradient_bytes=2,
     attention="unfused",
-    elementwise_passes=1.2,
+    elementwise_passes=1.0,
     gradient_overlap=False,
     parameter_overlap=False,
     pipeline_overlap=0.0,
@@ -116,6 +124,8 @@ MEGATRON_DEEPSPEED = replace(
     scatter_sends=False,
     context_bytes=8e9,
     default_zero_stage=1,
+    elementwise_passes=1.65,
+    step_bytes_moved=300.0,
 )
 DEEPSPEED = Framework(
     "deepspeed",
@@ -143,7 +153,7 @@ FSDP = Framework(
     "fsdp",
     attention="flash",
     gradient_bytes=0,
-    elementwise_passes=1.5,
+    elementwise_passes=1.65,
     activation_extra=0.5,
     context_bytes=2.0e9,
     default_zero_stage=3,
@@ -158,7 +168,7 @@ JAX = replace(
     default_shard_group=128,
 )
 NANOTRON = replace(
-    MEGATRON, name="nanotron", attention="flash", elementwise_passes=1.5, gradient_overlap=False
+    MEGATRON, name="nanotron", attention="flash", elementwise_passes=1.0, gradient_overlap=False
 )
 INTERNEVO = replace(
     MEGATRON,
@@ -166,19 +176,32 @@ INTERNEVO = replace(
     attention="flash",
     gradient_bytes=2,
     broadcast_s=2.8e-3,
-    elementwise_passes=1.3,
+    elementwise_passes=1.65,
     default_sequence_parallel=False,
+    step_bytes_moved=100.0,
 )
 BY_BACKEND = {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
+
+NEMO_GRAPHS = replace(
+    NEMO,
+    name="nemo-graphs",
+    cuda_graphs=True,
+    dispatch_stall_s=0.0,
+    expert_stall_s=0.0,
+    permute_passes=2.0,
+    ep_overlap=0.5,
+)
 
 # What a run's description says of its engine, first match wins.
 BY_PATTERN = (
     (r"maxtext|paxml|\bjax\b|xla", JAX),
+    (r"bridge.*container 26\.(0[6-9]|1).*blackwell", NEMO_GRAPHS),
+    (r"nemo|dgxc|bridge|megatron-fsdp", NEMO),
     (r"llm-foundry|fsdp|torchtitan|composer", FSDP),
     (r"nanotron", NANOTRON),
     (r"internevo|internlm", INTERNEVO),
     (r"bigscience|megatron-deepspeed", MEGATRON_DEEPSPEED),
     (r"sc21|older readme|2020|2021", MEGATRON_2021),
-    (r"nemo|dgxc|bridge", NEMO),
+    (r"megatron", MEGATRON),
     (r"deepspeed|\bzero\b", DEEPSPEED),
 )

@@ -4,7 +4,7 @@ r"""Seconds of single kernels on one device.
                       (mk + kn) * bytes + mn * output bytes over memory bandwidth,   plus one kernel gap
     grouped GEMM:     the same with half a tile of padding on every expert's rows
     P = matmul rate of a long run * the share sustained in training
-    attention:        FLOPs that the mask leaves / (P * share), forward and backward apart
+    attention:        FLOPs that the mask leaves / (matmul rate * share), forward and backward apart
     streaming:        bytes / (vendor bandwidth * memory_efficiency)
 
 The tail says that the last wave of 128x256 tiles over all multiprocessors runs part-filled; it makes
@@ -32,6 +32,7 @@ class Kernels:
     precision: str
     rate: float  # FLOP/s sustained by large GEMMs
     base_rate: float  # the same at the 16-bit (or fp32) precision that attention and head run in
+    matmul_rate: float  # FLOP/s of a long 16-bit (or fp32) matmul run
     memory_rate: float  # bytes/s of streaming kernels
     attention_forward: float
     attention_backward: float
@@ -71,7 +72,7 @@ class Kernels:
         share = self.attention_backward if backward else self.attention_forward
         # Backward recomputes the scores: five products where forward has two.
         work = flops * (2.5 if backward else 1.0)
-        return work / (self.base_rate * share) + self.constants.kernel_gap_s
+        return work / (self.matmul_rate * share) + self.constants.kernel_gap_s
 
     def stream_s(self, bytes_moved: float) -> float:
         """A memory-bound kernel that moves `bytes_moved` (read plus written)."""
@@ -107,6 +108,7 @@ def kernels_for(
         precision=precision,
         rate=rate,
         base_rate=base_rate,
+        matmul_rate=_matmul_flops(device, base),
         memory_rate=device.memory_bytes_per_s * constants.memory_efficiency,
         attention_forward=shares[0],
         attention_backward=shares[1],
@@ -115,13 +117,16 @@ def kernels_for(
     )
 
 
+def _matmul_flops(device: Device, precision: str) -> float:
+    share = fitted.MATMUL_SHARE.get(device.architecture, fitted.MATMUL_SHARE_DEFAULT)
+    return device.matmul_flops.get(precision) or device.peak_flops[precision] * share
+
+
 def _rate(device: Device, precision: str, constants: Constants) -> tuple[float, bool]:
     key = "bf16" if precision == "fp16" and "bf16" in device.peak_flops else precision
-    peak = device.peak_flops[key]
-    share = fitted.MATMUL_SHARE.get(device.architecture, fitted.MATMUL_SHARE_DEFAULT)
-    matmul = device.matmul_flops.get(key, peak * share)
     sustained = constants.sustained.get((device.name, key))
     if sustained is None:
         sustained = constants.sustained.get((device.architecture, key))
-    known = sustained is not None and key in device.matmul_flops
-    return matmul * (sustained if sustained is not None else fitted.SUSTAINED_DEFAULT), known
+    known = sustained is not None
+    share = sustained if sustained is not None else fitted.SUSTAINED_DEFAULT
+    return _matmul_flops(device, key) * share, known

@@ -184,6 +184,7 @@ def forward_pass(
     compute = gemm_s + core_s + stream_s
     if not framework.cuda_graphs:
         compute = max(compute, launches(setting, block, degrees) * setting.constants.host_launch_s)
+    compute += stall_s(setting, block, degrees)
     tp_s, cp_s, ep_s = traffic_s(setting, block, local, strategy, degrees, core_s)
     return Pass(compute, tp_s, cp_s, ep_s), core_s, stream_s
 
@@ -214,6 +215,7 @@ def backward_pass(
     if not setting.framework.cuda_graphs:
         host = 2.0 * launches(setting, block, degrees) * setting.constants.host_launch_s
         compute = max(compute, host)
+    compute += stall_s(setting, block, degrees)
     cp_s = forward.cp_s
     if degrees.cp > 1:
         cp_s = traffic_s(setting, block, local, strategy, degrees, core_s, backward=True)[1]
@@ -275,7 +277,8 @@ def streamed_bytes(
         moved += (3.0 if mlp.gated else 2.0) * tokens * inner * e / local.tp_mlp
         if mlp.num_experts:
             # Permute and unpermute: each read and written, once before and once after the experts.
-            moved += 4.0 * tokens * mlp.top_k * setting.hidden * e / degrees.tp
+            passes = setting.framework.permute_passes
+            moved += passes * tokens * mlp.top_k * setting.hidden * e / degrees.tp
     return moved
 
 
@@ -286,12 +289,20 @@ def cast_bytes(setting: Setting, local: LocalBlock) -> float:
     return sum(g.m * g.k * g.count for g in local.gemms) * setting.constants.cast_bytes
 
 
+def stall_s(setting: Setting, block: BlockClass, degrees: Degrees) -> float:
+    """Idle time of one pass through a mixture layer: half of forward and backward together."""
+    if block.mlp is None or not block.mlp.num_experts:
+        return 0.0
+    local = block.mlp.num_experts / degrees.ep
+    framework = setting.framework
+    return 0.5 * (framework.dispatch_stall_s + framework.expert_stall_s * local)
+
+
 def launches(setting: Setting, block: BlockClass, degrees: Degrees) -> float:
     """Kernels launched by one forward of a block."""
     count = float(setting.framework.kernels_per_layer)
     if block.mlp is not None and block.mlp.num_experts:
         count += setting.framework.kernels_per_moe
-        count += setting.framework.kernels_per_expert * block.mlp.num_experts / degrees.ep
     return count
 
 
@@ -414,7 +425,10 @@ def shared_state(
         reduced += gradient
         local_share = count * workload.trainable_fraction
         local_share /= group.shards if degrees.zero_stage >= 1 else 1
-        per_step += setting.kernels.stream_s(local_share * framework.optimizer_bytes_moved)
+        per_step += setting.kernels.stream_s(
+            local_share * framework.optimizer_bytes_moved
+            + count * workload.trainable_fraction * framework.step_bytes_moved
+        )
         if group.ranks == 1:
             continue
         gather = setting.bucketed("all_gather", count * own, group.inner)

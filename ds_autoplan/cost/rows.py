@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_autoplan.cluster.presets import build_topology
+from ds_autoplan.cluster.presets import build_topology, device_facts
 from ds_autoplan.cluster.topology import Topology
 from ds_autoplan.cost import frameworks
 from ds_autoplan.cost.frameworks import Framework
@@ -28,6 +28,8 @@ from ds_autoplan.workload import Workload
 # query and key/value, head dims without and with rotary, and of values.
 MLA = {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
 FINE_GRAINED_EXPERTS = 64
+# Load of the busiest expert rank over the mean where routing is not forced to be even.
+UNBALANCED_EXPERTS = 1.1
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def framework_of(data: dict[str, Any]) -> Framework:
     text = " ".join(
         str(data.get(key, "")) for key in ("source", "notes", "id", "framework")
     ).lower()
+    text += f" {device_facts(str(data['hardware']['gpu']))['architecture']}"
     for pattern, framework in frameworks.BY_PATTERN:
         if re.search(pattern, text):
             found = framework
@@ -164,11 +167,18 @@ def framework_of(data: dict[str, Any]) -> Framework:
         # Fine-grained experts are not split further (Megatron's own recipes); coarse ones are.
         stated = data["parallel"].get("etp")
         whole = 1 if experts >= FINE_GRAINED_EXPERTS else 0
-        found = replace(found, expert_tp=int(stated) if stated else whole)
+        fine = experts >= FINE_GRAINED_EXPERTS and "plain a2a" not in text
+        found = replace(
+            found,
+            expert_tp=int(stated) if stated else whole,
+            deduplicated_dispatch=fine,
+            expert_imbalance=1.0 if "balanced" in text else UNBALANCED_EXPERTS,
+        )
+    if "deterministic" in text:
+        # Only FlashAttention-2 has a deterministic backward on every generation.
+        found = replace(found, attention="flash")
     if "a2a 1f1b overlap" in text or "overlap-on" in text:
         found = replace(found, ep_overlap=0.8)
-    if "plain a2a" in text:
-        found = replace(found, deduplicated_dispatch=False)
     return found
 
 
