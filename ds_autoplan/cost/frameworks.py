@@ -85,9 +85,9 @@ class Framework:
     bucket_bytes: float = 160e6
     kernels_per_layer: int = 30
     kernels_per_moe: int = 40
-    dispatch_stall_s: float = 1.0e-3
-    expert_stall_s: float = 0.15e-3
-    permute_passes: float = 4.0
+    dispatch_stall_s: float = 0.6e-3
+    expert_stall_s: float = 0.16e-3
+    permute_passes: float = 5.0
     reduce_scatter: bool = True
     ep_overlap: float = 0.0
     deduplicated_dispatch: bool = False
@@ -105,7 +105,7 @@ class Framework:
 
 
 MEGATRON = Framework("megatron", default_sequence_parallel=True)
-NEMO = replace(MEGATRON, name="nemo", tp_overlap=0.6, deduplicated_dispatch=True)
+NEMO = replace(MEGATRON, name="nemo", tp_overlap=0.55, deduplicated_dispatch=True)
 MEGATRON_2021 = replace(
     MEGATRON,
     name="megatron-2021",
@@ -168,7 +168,7 @@ JAX = replace(
     default_shard_group=128,
 )
 NANOTRON = replace(
-    MEGATRON, name="nanotron", attention="flash", elementwise_passes=1.0, gradient_overlap=False
+    MEGATRON, name="nanotron", attention="flash", elementwise_passes=1.2, gradient_overlap=False
 )
 INTERNEVO = replace(
     MEGATRON,
@@ -189,7 +189,7 @@ NEMO_GRAPHS = replace(
     dispatch_stall_s=0.0,
     expert_stall_s=0.0,
     permute_passes=2.0,
-    ep_overlap=0.5,
+    ep_overlap=0.6,
 )
 
 # What a run's description says of its engine, first match wins.

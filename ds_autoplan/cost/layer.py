@@ -286,7 +286,10 @@ def cast_bytes(setting: Setting, local: LocalBlock) -> float:
     """Bytes moved to quantise GEMM inputs: read 16 bits, write 8 and its transpose."""
     if setting.kernels.precision not in ("fp8", "fp4"):
         return 0.0
-    return sum(g.m * g.k * g.count for g in local.gemms) * setting.constants.cast_bytes
+    hopper = setting.topology.device.architecture == "hopper"
+    constants = setting.constants
+    per_element = constants.cast_bytes_hopper if hopper else constants.cast_bytes
+    return sum(g.m * g.k * g.count for g in local.gemms) * per_element
 
 
 def stall_s(setting: Setting, block: BlockClass, degrees: Degrees) -> float:
