@@ -223,8 +223,8 @@ class _Level:
     """One decision: how many of what is left of a class take `item`.
 
     `base_*` are per layer of the class's items from here on (all at their cheapest), `later_*` sums
-    over the classes after it. `segments` are the hull edges of both, most time saved per byte first:
-    (rate, time saved, bytes, whether per layer left).
+    over the classes after it. `segments` are the hull edges of both, most time saved per byte
+    first: (rate, time saved, bytes, whether per layer left).
     """
 
     klass: int

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ds_autoplan.cost.interface import CostModel, LayerCost
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.search.options import PlanOptions
-from ds_autoplan.search.problem import Choice, Problem, Stage, lower_bound, pareto
+from ds_autoplan.search.problem import Choice, Problem, Stage, lower_bound, missing_bytes, pareto
 from ds_autoplan.search.space import Candidate, passes_of, strategies
 from ds_autoplan.strategy import CHECKPOINTING, Strategy
 from ds_autoplan.workload import Workload
@@ -52,8 +52,8 @@ class Pricer:
     def quick_bound_s(self, candidate: Candidate) -> float:
         """A lower bound from prices that many candidates share; at most :meth:`bound_s`.
 
-        Without ZeRO a layer's forward and backward do not depend on dp and pp, and ZeRO only adds to
-        them, so candidates that share tp, cp, ep and micro-batch share these prices.
+        Without ZeRO a layer's forward and backward do not depend on dp or pp, and ZeRO only adds
+        to them, so candidates that share tp, cp, ep and micro-batch share these prices.
         """
         d = candidate.degrees
         key = (d.tp, d.cp, d.ep, d.micro_batch_size, candidate.sequence_parallel)
@@ -87,11 +87,20 @@ class Pricer:
         return next(name for name in CHECKPOINTING if allowed("activation_checkpointing", name))
 
     def bound_s(self, candidate: Candidate) -> float:
-        """A lower bound on the step time: no memory limit, perfect balance, least checkpointing.
+        """A lower bound on the step: no memory limit, perfect balance, least checkpointing.
 
         Checkpointing never makes a layer faster, so only its lightest allowed form is priced.
         """
         return lower_bound(self._problem(candidate, (self._lightest(),)))
+
+    def missing_bytes(self, candidate: Candidate) -> float:
+        """Bytes per device that the candidate misses at the very least; 0 or less: it may fit.
+
+        Checkpointing never makes a layer bigger, so only its heaviest allowed form is priced.
+        """
+        allowed = self.options.allows
+        heaviest = [name for name in CHECKPOINTING if allowed("activation_checkpointing", name)][-1]
+        return missing_bytes(self._problem(candidate, (heaviest,)))
 
     def problem(self, candidate: Candidate) -> Problem:
         """The candidate's stage problem with every strategy that is on a Pareto front."""

@@ -199,3 +199,25 @@ def prefix_counts(problem: Problem) -> list[tuple[int, ...]]:
         return (*counts[:layer], counts[layer] + 1, *counts[layer + 1 :])
 
     return list(accumulate(problem.layers, add, initial=zero))
+
+
+def missing_bytes(problem: Problem) -> float:
+    """By how much even the smallest choices overflow all stages together; 0 or less: they may fit.
+
+    A layer may sit on any stage, so each is charged where its activations weigh least.
+    """
+    lightest = min(stage.in_flight for stage in problem.stages)
+    need = 0.0
+    for layer in problem.layers:
+        need += min(
+            choice.state_bytes + lightest * choice.activation_bytes
+            for choice in problem.choices[layer]
+        )
+    room = 0.0
+    for stage in problem.stages:
+        used = stage.state_bytes + stage.in_flight * stage.activation_bytes
+        own = stage.capacity_bytes - used - stage.workspace_bytes
+        if own <= 0:
+            return -own
+        room += own
+    return (need - room) / len(problem.stages)

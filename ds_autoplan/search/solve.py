@@ -133,41 +133,17 @@ def _solve(
     deadline: float | None,
     outcome: Outcome,
 ) -> Solved | None:
-    problem = pricer.problem(candidate)
-    missing = missing_bytes(problem)
+    missing = pricer.missing_bytes(candidate)
     if missing > 0:
         outcome.too_big.append((candidate, missing))
         return None
+    problem = pricer.problem(candidate)
     if candidate.degrees.vpp > 1:
         solution = with_even_layers(problem)
-        feasible = solution is not None
     else:
-        start = construct(problem)
+        # a limit prunes as well as a constructed start does, and costs nothing
+        start = construct(problem) if limit_s == float("inf") else None
         solution = solve_exact(problem, start, deadline, limit_s)
-        feasible = start is not None or solution is not None
-    if not feasible and limit_s == float("inf"):
+    if solution is None and limit_s == float("inf"):
         outcome.too_big.append((candidate, 0.0))
     return Solved(candidate, problem, solution) if solution is not None else None
-
-
-def missing_bytes(problem: Problem) -> float:
-    """By how much even the smallest choices overflow all stages together; 0 or less: they may fit.
-
-    A layer may sit on any stage, so each is charged where its activations weigh least.
-    """
-    lightest = min(stage.in_flight for stage in problem.stages)
-    need = 0.0
-    for layer in problem.layers:
-        need += min(
-            choice.state_bytes + lightest * choice.activation_bytes
-            for choice in problem.choices[layer]
-        )
-    room = 0.0
-    smallest = min(c.workspace_bytes for choices in problem.choices for c in choices)
-    for stage in problem.stages:
-        used = stage.state_bytes + stage.in_flight * stage.activation_bytes
-        own = stage.capacity_bytes - used - max(stage.workspace_bytes, smallest)
-        if own <= 0:
-            return -own
-        room += own
-    return (need - room) / len(problem.stages)
