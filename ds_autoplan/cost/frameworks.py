@@ -16,6 +16,8 @@ class Framework:
         name: what messages call it.
         gradient_bytes: bytes per parameter of the buffer gradients accumulate in (0: the parameter's own
             dtype, as PyTorch's `.grad`).
+        extra_gradient_bytes: a second gradient per parameter beside that buffer (autograd's own,
+            where it is not freed or fused away).
         reduce_bytes: bytes per parameter on the wire when gradients are reduced (0: the dtype of the
             gradients).
         master_weights: fp32 copy of low-precision parameters in the optimizer.
@@ -52,6 +54,7 @@ class Framework:
         broadcast_s: latency of each shard's broadcast, where ZeRO broadcasts instead of gathering.
         expert_imbalance: load of the busiest expert rank over the mean.
         selective_streams: share of a layer's streaming work that selective checkpointing repeats.
+        selective_mlp: selective checkpointing recomputes the MLP instead of the attention core.
         loss_bytes_moved: bytes per logit that the loss moves forward (fp32 softmax; backward: half).
         logit_bytes: bytes per logit alive at the loss's peak.
         cuda_graphs: launches are replayed from a graph, so the host never limits.
@@ -63,6 +66,7 @@ class Framework:
 
     name: str
     gradient_bytes: int = 4
+    extra_gradient_bytes: int = 0
     reduce_bytes: int = 0
     master_weights: bool = True
     master_gradient_bytes: float = 0.0
@@ -95,6 +99,7 @@ class Framework:
     broadcast_s: float = 0.0
     expert_imbalance: float = 1.0
     selective_streams: float = 0.0
+    selective_mlp: bool = False
     loss_bytes_moved: float = 12.0
     logit_bytes: float = 10.0
     cuda_graphs: bool = False
@@ -105,7 +110,7 @@ class Framework:
 
 
 MEGATRON = Framework("megatron", default_sequence_parallel=True)
-NEMO = replace(MEGATRON, name="nemo", tp_overlap=0.55, deduplicated_dispatch=True)
+NEMO = replace(MEGATRON, name="nemo", gradient_bytes=2, tp_overlap=0.55, deduplicated_dispatch=True)
 MEGATRON_2021 = replace(
     MEGATRON,
     name="megatron-2021",
@@ -122,6 +127,7 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021,
     name="megatron-deepspeed",
     scatter_sends=False,
+    master_gradient_bytes=4.0,
     context_bytes=8e9,
     default_zero_stage=1,
     elementwise_passes=1.65,
@@ -168,7 +174,13 @@ JAX = replace(
     default_shard_group=128,
 )
 NANOTRON = replace(
-    MEGATRON, name="nanotron", attention="flash", elementwise_passes=1.2, gradient_overlap=False
+    MEGATRON,
+    name="nanotron",
+    attention="flash",
+    elementwise_passes=1.2,
+    activation_extra=1.0,
+    logit_bytes=16.0,
+    gradient_overlap=False,
 )
 INTERNEVO = replace(
     MEGATRON,

@@ -124,7 +124,11 @@ def block_cost(
     if strategy.activation_checkpointing == "full":
         recompute = forward
     elif strategy.activation_checkpointing == "selective":
-        recompute = Pass(core_s + setting.framework.selective_streams * stream_s, 0.0, 0.0, 0.0)
+        again = core_s + setting.framework.selective_streams * stream_s
+        if setting.framework.selective_mlp:
+            parts = [g for g in local.gemms if g.part == "mlp"]
+            again = sum(setting.kernels.gemm_s(g.m, g.k, g.n) for g in parts) + stream_s / 2.0
+        recompute = Pass(again, 0.0, 0.0, 0.0)
     kept, transient = activation_bytes(
         block,
         setting.hidden,

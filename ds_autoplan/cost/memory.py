@@ -50,7 +50,7 @@ def state_bytes(
     """States of `parameters` (count on this rank, before ZeRO) when ZeRO shards over `shards` ranks."""
     own = element_bytes(workload.precision)
     trainable = parameters * workload.trainable_fraction
-    gradient = framework.gradient_bytes or own
+    gradient = (framework.gradient_bytes or own) + framework.extra_gradient_bytes
     states = 4.0 * OPTIMIZER_STATES.get(workload.optimizer, 2)
     low_precision = own < 4
     if low_precision and framework.master_weights:
@@ -82,43 +82,53 @@ def activation_bytes(
     The second is what full or selective checkpointing recomputes; 0 without checkpointing.
     """
     e = float(element_bytes(workload.precision))
+    # A quantised GEMM keeps its quantised input.
+    saved = 1.0 if workload.precision in ("fp8", "fp4") else e
     attention_ways, mlp_ways = split_ways(block, strategy, degrees.tp)
     sequence_ways = degrees.tp if strategy.sequence_parallel else 1
     extra = framework.activation_extra
-    stream = tokens * hidden * e / sequence_ways
+    stream = tokens * hidden / sequence_ways
     norms = 2 if not block.parallel_residual else 1
     # Norms: input, and output as the next linear's input; eager norms also keep an fp32 copy.
-    kept = norms * stream * (2.0 + extra * (4.0 / e) * (1.0 if e < 4 else 0.0))
-    recomputable = norms * stream
+    kept = norms * stream * (e + saved + (extra * 4.0 if e < 4 else 0.0))
+    recomputable = norms * stream * saved
     for attention in (block.attention, block.cross_attention):
         if attention is None:
             continue
-        query = tokens * attention.num_heads * attention.head_dim * e / attention_ways
+        query = tokens * attention.num_heads * attention.head_dim / attention_ways
         kv_ways = min(attention_ways, attention.num_kv_heads)
-        values = attention.num_kv_heads * attention.value_head_dim
-        keys = attention.num_kv_heads * attention.head_dim
-        key_value = tokens * (keys + values) * e / kv_ways
-        context = tokens * attention.num_heads * attention.value_head_dim * e / attention_ways
-        kept += query + key_value + context
-        recomputable += context
+        width = attention.num_kv_heads * (attention.value_head_dim + attention.head_dim)
+        context = tokens * attention.num_heads * attention.value_head_dim / attention_ways
+        # Queries, keys and values; the core's output, once for its backward and as a GEMM's input.
+        kept += (query + tokens * width / kv_ways) * e + context * saved
+        kept += context * e if saved < e else 0.0
+        recomputable += context * saved
         if framework.attention != "unfused":
             kept += tokens * attention.num_heads * 4.0 / attention_ways
         else:
             scores = tokens * seq_length * attention.num_heads / attention_ways
             kept += scores * (2.0 * e + 1.0)
             recomputable += scores * (2.0 * e + 1.0)
+    mlp_kept = mlp_recomputable = 0.0
     mlp = block.mlp
     if mlp is not None:
-        in_shared = tokens * mlp.shared_intermediate_size / mlp_ways
-        in_routed = tokens * mlp.intermediate_size / mlp_ways
+        inner = tokens * mlp.shared_intermediate_size / mlp_ways
+        routed = tokens * mlp.intermediate_size / mlp_ways
         if mlp.num_experts:
-            in_routed *= mlp.top_k
+            routed = tokens * mlp.top_k * mlp.intermediate_size / degrees.tp
             # Permuted expert inputs, and expert outputs before they are combined.
-            kept += 2.0 * tokens * mlp.top_k * hidden * e / degrees.tp
-        per = (3.0 + extra) if mlp.gated else 2.0
-        inner = (in_shared + in_routed) * e
-        kept += per * inner
-        recomputable += (1.0 + (extra if mlp.gated else 0.0)) * inner
+            mlp_kept += tokens * mlp.top_k * hidden * (saved + e) / degrees.tp
+        inner += routed
+        # First GEMM's output (gate and up), and the activation's output as the second GEMM's input;
+        # an eager gate keeps its own activation too.
+        mlp_recomputable = inner * (saved + (extra * e if mlp.gated else 0.0))
+        mlp_kept += inner * e * (2.0 if mlp.gated else 1.0) + mlp_recomputable
+    if framework.selective_mlp:
+        recomputable = mlp_kept
+    else:
+        recomputable += mlp_recomputable * framework.selective_streams
+    kept += mlp_kept
+    stream *= e
     if strategy.activation_checkpointing == "full":
         return stream, kept
     if strategy.activation_checkpointing == "selective":

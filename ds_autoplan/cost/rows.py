@@ -161,7 +161,12 @@ def framework_of(data: dict[str, Any]) -> Framework:
     elif "fp16 grad" in precision:
         found = replace(found, gradient_bytes=2, reduce_bytes=2)
     elif "fp32 grad" in precision:
-        found = replace(found, gradient_bytes=4)
+        own = 2 if found.extra_gradient_bytes or "bf16optimizer" in precision else 0
+        found = replace(found, gradient_bytes=4, extra_gradient_bytes=own)
+    if "selective" in str(data["parallel"].get("recompute")) and "mlp" in str(
+        data["parallel"].get("recompute")
+    ):
+        found = replace(found, selective_mlp=True)
     experts = int(data["model"].get("experts") or 0)
     if experts:
         # Fine-grained experts are not split further (Megatron's own recipes); coarse ones are.
@@ -200,7 +205,8 @@ def precision_of(text: str) -> str:
 
 def peak_kind_of(data: dict[str, Any]) -> str:
     """What the row's peak memory counts: "allocated", "reserved" or "device"."""
-    kind = str(data.get("measured", {}).get("peak_mem_kind") or "").lower()
+    measured = data.get("measured", {})
+    kind = f"{measured.get('peak_mem_kind') or ''} {measured.get('peak_mem_unit') or ''}".lower()
     stage = ":last" if "last_rank_memory" in data.get("flags", ()) else ""
     if "nvidia-smi" in kind or "device" in kind:
         return "device" + stage
