@@ -109,6 +109,13 @@ class Architecture:
     latent: bool = False  # multi-head latent attention
     new_decoder: str = ""  # falcon: field that turns on grouped kv heads and two norms
 
+    def synonyms(self) -> tuple[tuple[str, ...], ...]:
+        """Config fields of which one stands for another: stating one overrules all defaults."""
+        groups = [self.hidden, self.layers, self.heads, self.kv_heads, self.ffn, self.positions]
+        if self.experts:
+            groups += [self.experts.count, self.experts.top_k]
+        return tuple(names for names in groups if len(names) > 1)
+
 
 LLAMA = Architecture()
 _SHARED_GLM = Experts(
@@ -407,7 +414,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         kv_heads=(),
         head_dim=(),
         ffn=(),
-        ffn_factor="expansion_ratio",
+        ffn_factor="4",  # transformers ignores expansion_ratio
         positions=("max_seq_len",),
         attention=AttentionNames(q="", k="", v="", qkv="attn.Wqkv", out="attn.out_proj"),
         mlp=MlpNames(gate="", up="ffn.up_proj", down="ffn.down_proj"),

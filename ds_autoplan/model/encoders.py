@@ -115,7 +115,7 @@ def build_bert(config: Config, name: str) -> BlockGraph:
             "head",
             hidden,
             vocab,
-            vocab + (0 if tied else vocab * hidden),
+            vocab + (0 if tied else vocab * hidden + vocab),  # untied, each has its own bias
             True,
         ),
     )
@@ -208,13 +208,12 @@ def build_t5(config: Config, name: str) -> BlockGraph:
     tail = [_t5_block(config, True, index == 0) for index in range(min(decoders, 2))]
     blocks += tail + tail[-1:] * (decoders - len(tail))
     classes, layers = fold(blocks)
-    tied = bool(config.get("tie_word_embeddings", True))
     edges = [
         SkipEdge(encoders - 1, encoders + index, elements_per_token=hidden)
         for index in range(decoders)
     ]
-    if tied:
-        edges.append(SkipEdge(-1, len(layers), weight_elements=vocab * hidden))
+    # transformers ties the head whatever the config's tie_word_embeddings says
+    edges.append(SkipEdge(-1, len(layers), weight_elements=vocab * hidden))
     names = [f"encoder.block.{index}" for index in range(encoders)]
     names += [f"decoder.block.{index}" for index in range(decoders)]
     return BlockGraph(
@@ -228,9 +227,9 @@ def build_t5(config: Config, name: str) -> BlockGraph:
         embedding=(Operator("shared", "embedding", "word", vocab, hidden, vocab * hidden),),
         head=(
             norm("decoder.final_layer_norm", hidden, False),
-            Operator("lm_head", "linear", "head", hidden, vocab, 0 if tied else vocab * hidden),
+            Operator("lm_head", "linear", "head", hidden, vocab),
         ),
-        tied=tied,
+        tied=True,
         skip_edges=tuple(edges),
         layer_names=tuple(names),
     )

@@ -110,7 +110,11 @@ def graph_of_config(config: Mapping[str, Any], name: str) -> BlockGraph:
             "data parallelism, ZeRO, activation checkpointing and the micro-batch size.",
         )
     defaults = json.loads((_DATA / "hf_defaults.json").read_text(encoding="utf-8"))
-    merged = {**defaults.get(model_type, {}), **config}
+    missing = defaults.get(model_type, {})
     if model_type in BUILDERS:
-        return BUILDERS[model_type](merged, name)
-    return build_decoder(merged, ARCHITECTURES[model_type], name)
+        return BUILDERS[model_type]({**missing, **config}, name)
+    row = ARCHITECTURES[model_type]
+    for names in row.synonyms():
+        if any(config.get(key) is not None for key in names):
+            missing = {key: value for key, value in missing.items() if key not in names}
+    return build_decoder({**missing, **config}, row, name)

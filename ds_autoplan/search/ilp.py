@@ -63,7 +63,7 @@ def solve_folded(problem: Problem, time_limit_s: float | None = None) -> Answer:
     model = pulp.LpProblem("stages", pulp.LpMinimize)
     paths = _paths(model, problem)
     counts = prefix_counts(problem)
-    tau, rho = pulp.LpVariable("tau", 0), pulp.LpVariable("rho", 0)
+    tau, rho = model.add_variable("tau", 0), pulp.LpVariable("rho", 0)
     times: list[Any] = []
     mixes: list[dict[tuple[int, int], Any]] = []
     for index, stage in enumerate(problem.stages):
@@ -138,7 +138,7 @@ def _paths(model: Any, problem: Problem) -> list[dict[tuple[int, int], Any]]:
             for j in range(i + 1, layers - (count - 1 - s) + 1)
             if (s > 0 or i == 0) and (s < count - 1 or j == layers)
         ]
-        paths.append({(i, j): pulp.LpVariable(f"y_{s}_{i}_{j}", cat="Binary") for i, j in spans})
+        paths.append({(i, j): model.add_variable(f"y_{s}_{i}_{j}", cat="Binary") for i, j in spans})
     model += pulp.lpSum(paths[0].values()) == 1, "start"
     for s in range(count - 1):
         for position in range(s + 1, layers):
@@ -162,12 +162,12 @@ def _stage_counts(
     for c, choices in enumerate(problem.choices):
         number = counts[-1][c]
         for k in range(len(choices)):
-            mix[c, k] = pulp.LpVariable(f"x_{stage}_{c}_{k}", 0, number, cat="Integer")
-            used[c, k] = pulp.LpVariable(f"u_{stage}_{c}_{k}", cat="Binary")
+            mix[c, k] = model.add_variable(f"x_{stage}_{c}_{k}", 0, number, cat="Integer")
+            used[c, k] = model.add_variable(f"u_{stage}_{c}_{k}", cat="Binary")
             model += mix[c, k] <= number * used[c, k], f"used_{stage}_{c}_{k}"
         covered = pulp.lpSum((counts[j][c] - counts[i][c]) * y for (i, j), y in spans.items())
         model += pulp.lpSum(mix[c, k] for k in range(len(choices))) == covered, f"cover_{stage}_{c}"
-    return mix, used, pulp.LpVariable(f"W_{stage}", 0)
+    return mix, used, model.add_variable(f"W_{stage}", 0)
 
 
 def solve_unfolded(problem: Problem, time_limit_s: float | None = None) -> Answer:
@@ -176,7 +176,7 @@ def solve_unfolded(problem: Problem, time_limit_s: float | None = None) -> Answe
     model = pulp.LpProblem("layers", pulp.LpMinimize)
     count, layers = len(problem.stages), len(problem.layers)
     z = {
-        (layer, s, k): pulp.LpVariable(f"z_{layer}_{s}_{k}", cat="Binary")
+        (layer, s, k): model.add_variable(f"z_{layer}_{s}_{k}", cat="Binary")
         for layer in range(layers)
         for s in range(count)
         for k in range(len(problem.choices[problem.layers[layer]]))
@@ -197,14 +197,14 @@ def solve_unfolded(problem: Problem, time_limit_s: float | None = None) -> Answe
     model += on[0, 0] == 1, "first"
     model += on[layers - 1, count - 1] == 1, "last"
     cut = {
-        (position, s): pulp.LpVariable(f"cut_{position}_{s}", 0, 1)
+        (position, s): model.add_variable(f"cut_{position}_{s}", 0, 1)
         for position in range(1, layers)
         for s in range(count - 1)
     }
     for (position, s), crossed in cut.items():  # the cut before `position` ends stage s
         both = on[position - 1, s] + on[position, s + 1]
         model += crossed >= both - 1, f"crossed_{position}_{s}"
-    tau, rho = pulp.LpVariable("tau", 0), pulp.LpVariable("rho", 0)
+    tau, rho = model.add_variable("tau", 0), pulp.LpVariable("rho", 0)
     times = []
     for s, stage in enumerate(problem.stages):
         here = [
@@ -222,7 +222,7 @@ def solve_unfolded(problem: Problem, time_limit_s: float | None = None) -> Answe
         model += tau >= time_s, f"slowest_{s}"
         step = pulp.lpSum(choice.per_step_s / scale.time * variable for choice, variable in here)
         model += rho >= step + stage.per_step_s / scale.time, f"per_step_{s}"
-        workspace = pulp.LpVariable(f"W_{s}", stage.workspace_bytes / scale.bytes)
+        workspace = model.add_variable(f"W_{s}", stage.workspace_bytes / scale.bytes)
         for at, (choice, variable) in enumerate(here):
             need = choice.workspace_bytes / scale.bytes
             model += workspace >= need * variable, f"workspace_{s}_{at}"

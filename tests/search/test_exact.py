@@ -87,7 +87,7 @@ def test_a_limit_returns_only_what_beats_it(seed: int) -> None:
 
 
 def deep_problem(layers: int, stages: int, room: float) -> Problem:
-    """Equal layers, three choices as checkpointing gives them, memory that binds on early stages."""
+    """Equal layers, three choices as checkpointing gives, memory that binds on early stages."""
     choices = (
         Choice(1.0, 10.0, 4.0, 1.0),
         Choice(1.07, 10.0, 2.2, 2.0),
