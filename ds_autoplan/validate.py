@@ -52,7 +52,7 @@ def peak_bytes(stages: tuple[StageEstimate, ...], row: Row) -> float:
     """
     considered = stages[-1:] if row.peak_kind.endswith(":last") else stages
     kind = row.peak_kind.split(":")[0]
-    waste = 1.0 + row.framework.fragmentation
+    waste = 1.0 + row.framework.wasted(row.degrees.vpp)
     peaks = []
     for stage in considered:
         memory = stage.memory
@@ -165,12 +165,21 @@ def ranking(groups: list[dict[str, Any]], rows: dict[str, dict[str, Any]]) -> di
             out_of_memory = bool(entry.get("oom"))
             measured = entry.get("iteration_s") or row["measured_step_s"]
             if measured or out_of_memory:
-                members.append((row["predicted_step_s"], measured, out_of_memory, row["fits"]))
+                members.append(
+                    (
+                        row["predicted_step_s"],
+                        measured,
+                        out_of_memory,
+                        row["fits"],
+                        row["predicted_peak_gb"],
+                    )
+                )
         ran = [member for member in members if not member[2]]
         if len(members) < 2 or not ran:
             continue
         fitting = [member for member in members if member[3]] or members
-        chosen = min(fitting, key=lambda member: member[0])
+        # Of equally fast settings, the one that needs less memory.
+        chosen = min(fitting, key=lambda member: (member[0], member[4]))
         fastest = min(member[1] for member in ran)
         regrets.append(1.0 if chosen[2] else chosen[1] / fastest - 1.0)
         taus.append(kendall_tau([m[0] for m in ran], [m[1] for m in ran]))

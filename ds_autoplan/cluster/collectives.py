@@ -26,6 +26,9 @@ from ds_autoplan.cluster.topology import Level, Topology
 # nodes (64 MB to 8 GB points; "alpha" 149, 225, 307, 464, 514, 633, 778 us); stas00/ml-engineering@744d01e18b
 # network/images/nccl-all-reduce-scan-nvlstree.png and arXiv 2411.13055.
 TREE_LATENCY_PER_HOP_S = 75e-6
+# Start of a collective whatever its size: 22.2 to 25.6 us fixed (MooreThreads/SimuMax@4dcaae5
+# configs/system/b200: network), 23 us fitted on 8 H100 (NVIDIA/dgxc-benchmarking@841f546 nccl/README.md).
+START_S = 22e-6
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -164,10 +167,10 @@ def collective_s(
     if math.prod(ways) <= 1 or buffer_bytes <= 0:
         return 0.0
     if kind == "all_to_all":
-        return all_to_all_s(topology, buffer_bytes, ways)
+        return START_S + all_to_all_s(topology, buffer_bytes, ways)
     ring = ring_s(topology, kind, buffer_bytes, ways)
     if kind != "all_reduce":
-        return ring
+        return START_S + ring
     cheapest = ring
     if math.prod(ways[1:]) > 1:
         cheapest = min(
@@ -176,7 +179,7 @@ def collective_s(
             hierarchical_all_reduce_s(topology, buffer_bytes, ways),
         )
     # A switch that reduces must not make the sum cheaper than its own half.
-    return max(cheapest, ring_s(topology, "reduce_scatter", buffer_bytes, ways))
+    return START_S + max(cheapest, ring_s(topology, "reduce_scatter", buffer_bytes, ways))
 
 
 def point_to_point_s(topology: Topology, bytes_: float, stride: int) -> float:

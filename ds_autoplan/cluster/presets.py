@@ -27,7 +27,7 @@ GIB = 2**30
 # (NVIDIA/dgxc-benchmarking@841f546 nccl/README.md, stas00/ml-engineering@744d01e18b network/README.md);
 # PCIe: MooreThreads/SimuMax@4dcaae5 configs/system/a100_pcie.json (5 to 15 us a collective of 2 to 8);
 # network: common InfiniBand/EFA figure for a GPU-to-GPU hop with the proxy thread.
-HOP_LATENCY_S = {"nvlink": 2.5e-6, "xgmi": 3e-6, "pcie": 5e-6, "shm": 60e-6, "network": 8e-6}
+HOP_LATENCY_S = {"nvlink": 1.0e-6, "xgmi": 1.5e-6, "pcie": 3e-6, "shm": 60e-6, "network": 8e-6}
 # Payload share of a NIC's line rate: 24 of 25 and 48 of 50 GB/s, stas00/ml-engineering@744d01e18b
 # network/README.md ("single NIC achieved").
 NIC_EFFICIENCY = 0.96

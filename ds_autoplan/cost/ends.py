@@ -117,7 +117,7 @@ def _end(
         setting, parameters, 0.0, degrees, forward, backward
     )
     zero3 = gathered.forward_s + gathered.backward_s
-    waste = 1.0 + setting.framework.fragmentation
+    waste = 1.0 + setting.framework.wasted(degrees.vpp)
     cost = LayerCost(
         forward_s=forward.total_s + gathered.forward_s,
         backward_s=backward.total_s + gathered.backward_s,

@@ -57,6 +57,10 @@ class Framework:
         selective_mlp: selective checkpointing recomputes the MLP instead of the attention core.
         loss_bytes_moved: bytes per logit that the loss moves forward (fp32 softmax; backward: half).
         logit_bytes: bytes per logit alive at the loss's peak.
+        fused_casts: quantisation is fused into the kernel that makes its input (XLA).
+        launch_stall_s: idle time per kernel where launches block (CUDA_LAUNCH_BLOCKING=1).
+        interleaved_fragmentation: `fragmentation` with interleaved stages, whose blocks come and go in
+            other orders, unless the allocator's segments expand.
         cuda_graphs: launches are replayed from a graph, so the host never limits.
         default_zero_stage: what the engine does where a run does not say.
         default_sequence_parallel: the same, for tp > 1.
@@ -102,15 +106,29 @@ class Framework:
     selective_mlp: bool = False
     loss_bytes_moved: float = 12.0
     logit_bytes: float = 10.0
+    fused_casts: bool = False
+    launch_stall_s: float = 0.0
+    interleaved_fragmentation: float = 0.0
     cuda_graphs: bool = False
     default_zero_stage: int = 1
     default_sequence_parallel: bool = False
     default_checkpointing: str = "none"
     default_shard_group: int = 0
 
+    def wasted(self, vpp: int) -> float:
+        """Share of the dynamic part lost to the allocator with `vpp` interleaved chunks."""
+        return max(self.fragmentation, self.interleaved_fragmentation if vpp > 1 else 0.0)
+
 
 MEGATRON = Framework("megatron", default_sequence_parallel=True)
-NEMO = replace(MEGATRON, name="nemo", gradient_bytes=2, tp_overlap=0.55, deduplicated_dispatch=True)
+NEMO = replace(
+    MEGATRON,
+    name="nemo",
+    gradient_bytes=2,
+    interleaved_fragmentation=0.25,
+    tp_overlap=0.55,
+    deduplicated_dispatch=True,
+)
 MEGATRON_2021 = replace(
     MEGATRON,
     name="megatron-2021",
@@ -128,10 +146,13 @@ MEGATRON_DEEPSPEED = replace(
     name="megatron-deepspeed",
     scatter_sends=False,
     master_gradient_bytes=4.0,
-    context_bytes=8e9,
+    context_bytes=8.5e9,
     default_zero_stage=1,
     elementwise_passes=1.65,
     step_bytes_moved=300.0,
+    launch_stall_s=30e-6,
+    kernels_per_layer=60,
+    fragmentation=0.06,
 )
 DEEPSPEED = Framework(
     "deepspeed",
@@ -171,6 +192,7 @@ JAX = replace(
     elementwise_passes=1.0,
     activation_extra=0.0,
     default_checkpointing="full",
+    fused_casts=True,
     default_shard_group=128,
 )
 NANOTRON = replace(

@@ -144,7 +144,7 @@ def block_cost(
     )
     traffic = forward.communication_s + backward.communication_s + recompute.communication_s
     zero3 = gathered.forward_s + gathered.backward_s
-    waste = 1.0 + setting.framework.fragmentation
+    waste = 1.0 + setting.framework.wasted(degrees.vpp)
     cost = LayerCost(
         forward_s=forward.total_s + gathered.forward_s,
         backward_s=backward.total_s + recompute.total_s + gathered.backward_s,
@@ -189,6 +189,7 @@ def forward_pass(
     if not framework.cuda_graphs:
         compute = max(compute, launches(setting, block, degrees) * setting.constants.host_launch_s)
     compute += stall_s(setting, block, degrees)
+    compute += launches(setting, block, degrees) * framework.launch_stall_s
     tp_s, cp_s, ep_s = traffic_s(setting, block, local, strategy, degrees, core_s)
     return Pass(compute, tp_s, cp_s, ep_s), core_s, stream_s
 
@@ -220,6 +221,7 @@ def backward_pass(
         host = 2.0 * launches(setting, block, degrees) * setting.constants.host_launch_s
         compute = max(compute, host)
     compute += stall_s(setting, block, degrees)
+    compute += 2.0 * launches(setting, block, degrees) * setting.framework.launch_stall_s
     cp_s = forward.cp_s
     if degrees.cp > 1:
         cp_s = traffic_s(setting, block, local, strategy, degrees, core_s, backward=True)[1]
@@ -290,7 +292,7 @@ def cast_bytes(setting: Setting, local: LocalBlock) -> float:
     """Bytes moved to quantise GEMM inputs: read 16 bits, write 8 and its transpose."""
     if setting.kernels.precision not in ("fp8", "fp4"):
         return 0.0
-    hopper = setting.topology.device.architecture == "hopper"
+    hopper = setting.topology.device.architecture == "hopper" and not setting.framework.fused_casts
     constants = setting.constants
     per_element = constants.cast_bytes_hopper if hopper else constants.cast_bytes
     return sum(g.m * g.k * g.count for g in local.gemms) * per_element

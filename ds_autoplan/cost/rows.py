@@ -179,6 +179,8 @@ def framework_of(data: dict[str, Any]) -> Framework:
             deduplicated_dispatch=fine,
             expert_imbalance=1.0 if "balanced" in text else UNBALANCED_EXPERTS,
         )
+    if "expandable" in str(data["id"]):
+        found = replace(found, interleaved_fragmentation=0.0)
     if "deterministic" in text:
         # Only FlashAttention-2 has a deterministic backward on every generation.
         found = replace(found, attention="flash")
