@@ -105,7 +105,7 @@ class Framework:
     selective_streams: float = 0.0
     selective_mlp: bool = False
     loss_bytes_moved: float = 12.0
-    logit_bytes: float = 10.0
+    logit_bytes: float = 12.0
     fused_casts: bool = False
     launch_stall_s: float = 0.0
     interleaved_fragmentation: float = 0.0
@@ -146,7 +146,7 @@ MEGATRON_DEEPSPEED = replace(
     name="megatron-deepspeed",
     scatter_sends=False,
     master_gradient_bytes=4.0,
-    context_bytes=8.5e9,
+    context_bytes=10.5e9,
     default_zero_stage=1,
     elementwise_passes=1.65,
     step_bytes_moved=300.0,
@@ -201,7 +201,8 @@ NANOTRON = replace(
     attention="flash",
     elementwise_passes=1.2,
     activation_extra=1.0,
-    logit_bytes=16.0,
+    logit_bytes=14.0,
+    context_bytes=6.5e9,
     gradient_overlap=False,
 )
 INTERNEVO = replace(
@@ -212,7 +213,7 @@ INTERNEVO = replace(
     broadcast_s=2.8e-3,
     elementwise_passes=1.65,
     default_sequence_parallel=False,
-    step_bytes_moved=100.0,
+    step_overhead_s=0.38,
 )
 BY_BACKEND = {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
 

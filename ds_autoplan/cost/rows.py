@@ -210,7 +210,7 @@ def peak_kind_of(data: dict[str, Any]) -> str:
     measured = data.get("measured", {})
     kind = f"{measured.get('peak_mem_kind') or ''} {measured.get('peak_mem_unit') or ''}".lower()
     stage = ":last" if "last_rank_memory" in data.get("flags", ()) else ""
-    if "nvidia-smi" in kind or "device" in kind:
+    if "nvidia-smi" in kind or "device" in kind or "not stated" in kind:
         return "device" + stage
     if "alloc" in kind and "reserved" not in kind:
         return "allocated" + stage
