@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from ds_autoplan.errors import UnsupportedError
-from torch import Tensor
-
 from ds_autoplan.integrations.deepspeed.exchange import ReplicaBatch
+from ds_autoplan.integrations.deepspeed.gradients import clip_by_global_norm
 from ds_autoplan.integrations.deepspeed.measure import StepClock
 from ds_autoplan.integrations.deepspeed.released_loss import ReleasedLoss, expected_factor
 from ds_autoplan.integrations.deepspeed.replica import Replica, UnavailableOutput
 from ds_autoplan.integrations.deepspeed.script_view import ScriptView
+from megatron.core import parallel_state
+from torch import Tensor
+
+from ds_autoplan.errors import UnsupportedError
 
 NO_LOGITS = (
     "The call was cut into micro-batches whose backward is already done.",
@@ -106,6 +108,14 @@ class AutoplanEngine(ScriptView, DeepSpeedEngine):
             )
         super().backward(objective)
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip, and keep the norm (DeepSpeed's own, in fp32 without ZeRO, forgets it)."""
+        self._global_grad_norm = clip_by_global_norm(
+            self.module.parameters(),
+            self.gradient_clipping(),
+            parallel_state.get_model_parallel_group(),
+        )
 
     def step(self, lr_kwargs: Any = None) -> None:
         """The optimizer step, at the script's accumulation boundary."""

@@ -17,11 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ds_autoplan.config import AutoplanConfig, parse_autoplan
-from ds_autoplan.errors import AutoplanError, BadInputError, UnsupportedError
-from ds_autoplan.plan import Plan
-from torch import nn
-
+from deepspeed.utils import groups
 from ds_autoplan.integrations.deepspeed.batch import BatchSettings, batch_settings
 from ds_autoplan.integrations.deepspeed.ds_config import check_config, inner_config, read_config
 from ds_autoplan.integrations.deepspeed.engine import AutoplanEngine
@@ -33,12 +29,18 @@ from ds_autoplan.integrations.deepspeed.planning import plan_together
 from ds_autoplan.integrations.deepspeed.replica import Replica
 from ds_autoplan.integrations.megatron import state
 from ds_autoplan.integrations.transformers.apply import apply_plan
-from ds_autoplan.integrations.transformers.structure import ModelStructure, analyse
+from ds_autoplan.integrations.transformers.structure import ModelStructure, analyse, tied_names
 from ds_autoplan.integrations.transformers.weights import (
     WeightService,
     answer_with_whole_weights,
     whole_under_zero_3,
 )
+from megatron.core import parallel_state
+from torch import nn
+
+from ds_autoplan.config import AutoplanConfig, parse_autoplan
+from ds_autoplan.errors import AutoplanError, BadInputError, UnsupportedError
+from ds_autoplan.plan import Plan
 
 log = logging.getLogger("ds_autoplan")
 
@@ -159,17 +161,21 @@ def _start(
 ) -> tuple[Any, Any]:
     degrees = plan.degrees
     state.initialize(degrees)
-    names = list(model.state_dict())
+    names, tied = list(model.state_dict()), tied_names(model)
     device = _device()
     replica = None
     module: nn.Module = model
+    shards: dict[str, Any] = {}
     if structure is not None:
         applied = apply_plan(structure, plan, device)
+        shards = applied.shards
         if degrees.model_parallel_size > 1 or degrees.micro_batch_size < batch.micro:
             replica = Replica(plan, structure, applied.cut, device, autoplan.logits)
         if replica is not None and degrees.pp > 1:
             optimizer, parameters = keep_owned(model, optimizer, parameters)
             module = StageModule(replica)
+    # DeepSpeed keeps the unit of an engine before this one where it is given none (pp > 1).
+    groups.mpu = None
     engine, _, _, _ = original(
         model=module,
         optimizer=optimizer,
@@ -185,7 +191,8 @@ def _start(
         replica.install()
         if degrees.pp > 1:
             replica.run_stages = engine.run_stages
-        _serve_weights(model, names, replica, applied.shards, plan)
+    if replica is not None or (degrees.zero_stage == 3 and hasattr(model, "save_pretrained")):
+        engine.weight_service = _serve_weights(model, names, tied, shards, plan)
     training = engine.deepspeed_io(training_data) if training_data is not None else None
     engine.training_dataloader = training
     return engine, training
@@ -200,18 +207,19 @@ def _device() -> torch.device:
 def _serve_weights(
     model: nn.Module,
     names: list[str],
-    replica: Replica,
+    tied: dict[str, str],
     shards: dict[str, Any],
     plan: Plan,
-) -> None:
-    tied = replica.structure.tied_names
-    service = WeightService(model, names, tied, shards, replica.group, plan.degrees.tp)
+) -> WeightService:
+    group = parallel_state.get_model_parallel_group()
+    service = WeightService(model, names, tied, shards, group, plan.degrees.tp)
     if plan.degrees.zero_stage == 3:
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        group = state.MegatronMpu().get_tensor_model_parallel_group()
-        answer_with_whole_weights(model, lambda: whole_under_zero_3(service, parameters, group))
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        answer_with_whole_weights(model, lambda: whole_under_zero_3(service, parameters, tp_group))
     else:
         answer_with_whole_weights(model, service.whole)
+    return service
 
 
 def _report(plan: Plan) -> Callable[[float, int], None]:

@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ds_autoplan.errors import UnsupportedError
-from ds_autoplan.plan import Plan
-from megatron.core import parallel_state
-from torch import Tensor, nn
-
 from ds_autoplan.integrations.deepspeed.exchange import ReplicaBatch, exchange
 from ds_autoplan.integrations.deepspeed.loss import LossFunction, LossShares
 from ds_autoplan.integrations.deepspeed.ownership import OwnLogits, OwnRows
+from ds_autoplan.integrations.megatron import state
 from ds_autoplan.integrations.transformers.stage import StageCut
 from ds_autoplan.integrations.transformers.structure import ModelStructure
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from ds_autoplan.errors import UnsupportedError
+from ds_autoplan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Replica:
         self.plan, self.structure, self.cut, self.device = plan, structure, cut, device
         self.logits_in_training = logits_in_training
         self.model: nn.Module = structure.model
+        self.setting = state.current()
         self.group = parallel_state.get_model_parallel_group()
         self.size = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
@@ -135,6 +137,7 @@ class Replica:
 
     def exchange(self, inputs: dict[str, Any]) -> ReplicaBatch:
         """Gather the batches of the replica's ranks; `return_dict` and caches stay with the caller."""
+        state.require(self.setting)
         sent = {k: v for k, v in inputs.items() if k not in ("return_dict", "use_cache")}
         parallel = any(layer.strategy.sequence_parallel for layer in self.plan.layers)
         multiple = self.plan.degrees.tp if parallel else 1

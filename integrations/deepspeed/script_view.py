@@ -7,14 +7,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
-
 from ds_autoplan.integrations.deepspeed.batch import BatchSettings
+from ds_autoplan.integrations.transformers.weights import WeightService
 
 
 class ScriptView:
     """Batch settings and data loaders as the script knows them; a mixin of both engines."""
 
     script_batch: BatchSettings
+    weight_service: WeightService | None = None
+
+    def destroy(self) -> None:
+        """End the engine, and the thread that serves this rank's weights; all ranks call it."""
+        if self.weight_service is not None:
+            self.weight_service.close()
+        super().destroy()  # type: ignore[misc]
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples that one rank feeds per call."""

@@ -8,17 +8,37 @@ ranks that hold one copy of the model: [0,1,4,5] and [2,3,6,7].
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
+from megatron.core import ModelParallelConfig, parallel_state
+
 from ds_autoplan.errors import UnsupportedError
 from ds_autoplan.strategy import DEFAULT_ORDER, Degrees
-from megatron.core import ModelParallelConfig, parallel_state
 
 DEEPSPEED_ORDERS = (DEFAULT_ORDER, "tp-dp-pp")
 
 
-def initialize(degrees: Degrees) -> None:
-    """Set Megatron-core's parallel state to `degrees`; an earlier state is torn down first.
+@dataclass(frozen=True)
+class Setting:
+    """What this module set Megatron-core's parallel state to, and on which process group."""
+
+    tp: int
+    pp: int
+    dp: int
+    world: dist.ProcessGroup
+
+
+_current: Setting | None = None
+
+
+def initialize(degrees: Degrees) -> Setting:
+    """Set Megatron-core's parallel state to `degrees`.
+
+    A state that this module set to the same degrees stays, so that two engines under equal degrees live
+    side by side. Any other is torn down first; an engine that ran under it then refuses to go on
+    (see :func:`require`).
 
     Raises:
         UnsupportedError: the degrees need what the DeepSpeed backend does not run, or another world.
@@ -44,6 +64,10 @@ def initialize(degrees: Degrees) -> None:
             "Plan with --backend deepspeed.",
         )
     use_cpu_where_there_is_no_gpu()
+    global _current
+    wanted = Setting(degrees.tp, degrees.pp, degrees.dp, dist.group.WORLD)
+    if parallel_state.model_parallel_is_initialized() and _current == wanted:
+        return _current
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -51,10 +75,42 @@ def initialize(degrees: Degrees) -> None:
         pipeline_model_parallel_size=degrees.pp,
         create_gloo_process_groups=False,
     )
+    _current = wanted
+    return wanted
+
+
+def current() -> Setting:
+    """What :func:`initialize` set last."""
+    assert _current is not None, "the parallel state is set before a model is applied to a plan"
+    return _current
+
+
+def require(setting: Setting) -> None:
+    """Check that the parallel state is still what an engine was started under.
+
+    Raises:
+        UnsupportedError: a later `deepspeed.initialize` set it to other degrees, or it was torn down.
+    """
+    if _current is not setting:
+        now = "it was torn down" if _current is None else f"it is now {_words(_current)}"
+        raise UnsupportedError(
+            f"The engine was started under {_words(setting)}; {now}.",
+            "Megatron-core has one parallel state in a process.",
+            'Use one engine after the other, or pin equal degrees for all in "autoplan".',
+        )
+
+
+def _words(setting: Setting) -> str:
+    return f"tp {setting.tp} x pp {setting.pp} x dp {setting.dp}"
 
 
 def destroy() -> None:
-    """Tear the parallel state down; nothing happens where there is none."""
+    """Tear the parallel state down; nothing happens where there is none.
+
+    The process groups end with torch.distributed's own: an engine's optimizer may still hold them.
+    """
+    global _current
+    _current = None
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
 

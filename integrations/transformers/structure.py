@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from ds_autoplan.errors import UnsupportedError
-from torch import Tensor, nn
-
 from ds_autoplan.integrations.transformers.layouts import (
     ATTENTION_LAYOUTS,
     ATTENTION_NAMES,
@@ -25,6 +22,9 @@ from ds_autoplan.integrations.transformers.layouts import (
     AttentionLayout,
     packing,
 )
+from torch import Tensor, nn
+
+from ds_autoplan.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def analyse(model: nn.Module) -> ModelStructure:
             "Tensor and pipeline parallelism take models that end in ForCausalLM.",
             remedy,
         )
-    blocks_name, stack = _largest_stack(model)
+    blocks_name, stack = largest_stack(model)
     names = {id(module): dotted for dotted, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or head is None or id(head) not in names:
@@ -152,7 +152,7 @@ def analyse(model: nn.Module) -> ModelStructure:
         epilogue=[names[id(module)] for module in record.after],
         tied=embedding.weight is head.weight,
         returns_tuple=record.returns_tuple,
-        tied_names=_tied_names(model),
+        tied_names=tied_names(model),
         widths={names[key]: width for key, width in record.widths.items()},
     )
     structure.tensor_refusal = next((block.refusal for block in blocks if block.refusal), "")
@@ -160,7 +160,12 @@ def analyse(model: nn.Module) -> ModelStructure:
     return structure
 
 
-def _largest_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def largest_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of blocks that holds most weights, and its name.
+
+    Raises:
+        UnsupportedError: the model has no such list.
+    """
     stacks = [
         (name, module)
         for name, module in model.named_modules()
@@ -276,7 +281,7 @@ def out_features(linear: nn.Module) -> int:
     return int(linear.weight.shape[1 if is_transposed(linear) else 0])
 
 
-def _tied_names(model: nn.Module) -> dict[str, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
     """Names of a parameter's further appearances -> its first name; compared by identity."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ds_autoplan.errors import UnsupportedError
+from ds_autoplan.integrations.transformers.shard import Shard
 from torch import Tensor, nn
 
-from ds_autoplan.integrations.transformers.shard import Shard
+from ds_autoplan.errors import UnsupportedError
 
 GET, DONE = 1, 2
 REQUEST_TAG, REPLY_TAG = 71, 72
@@ -93,8 +93,13 @@ class WeightService:
         ]
         self.finished = {rank: threading.Event() for rank in self.keepers if rank != self.rank}
         self.closed = False
+        self.thread: threading.Thread | None = None
+        if self.finished:
+            self.thread = threading.Thread(
+                target=self._serve, name="ds_autoplan_weights", daemon=True
+            )
+            self.thread.start()
         if len(self.ranks) > 1:
-            threading.Thread(target=self._serve, name="ds_autoplan_weights", daemon=True).start()
             atexit.register(self.close)
 
     def _own_pieces(self, shards: dict[str, Shard]) -> dict[str, Piece]:
@@ -121,7 +126,7 @@ class WeightService:
     # Serving
 
     def _serve(self) -> None:
-        while True:
+        while not all(event.is_set() for event in self.finished.values()):
             request = torch.zeros(3, dtype=torch.int64)
             try:
                 dist.recv(request, group=self.service_group, tag=REQUEST_TAG)
@@ -148,10 +153,14 @@ class WeightService:
         return payload.view(piece.dtype).reshape(piece.shape)
 
     def close(self) -> None:
-        """Say that this rank asks no more, and stay until all that may ask have said so."""
-        if self.closed or len(self.ranks) == 1:
+        """Say that this rank asks no more, and stay until all that may ask have said so.
+
+        All ranks of the replica call it: when the engine is destroyed, or at the end of the script.
+        """
+        if self.closed:
             return
         self.closed = True
+        atexit.unregister(self.close)
         if self.rank in self.keepers:
             for rank in self.ranks:
                 if rank != self.rank:
@@ -159,6 +168,8 @@ class WeightService:
                     dist.send(request, dst=rank, group=self.service_group, tag=REQUEST_TAG)
         for event in self.finished.values():
             event.wait()
+        if self.thread is not None:
+            self.thread.join()
 
     # The whole
 
@@ -167,6 +178,12 @@ class WeightService:
 
         The first rank of each node gets it, the others a :class:`HeldElsewhere`.
         """
+        if self.closed and len(self.ranks) > 1:
+            raise UnsupportedError(
+                "The whole weights were asked for after the engine was destroyed.",
+                "Its ranks put them together while the engine lives.",
+                "Save the model before engine.destroy().",
+            )
         if not self.keeps:
             return HeldElsewhere()
         state: OrderedDict[str, Tensor] = OrderedDict()
