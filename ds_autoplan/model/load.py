@@ -92,6 +92,20 @@ def graph_of_config(config: Mapping[str, Any], name: str) -> BlockGraph:
         BadInputError: there is no `model_type`, or a size is missing or wrong.
         UnsupportedError: the `model_type` is not known.
     """
+    complete = complete_config(config, name)
+    model_type = complete["model_type"]
+    if model_type in BUILDERS:
+        return BUILDERS[model_type](complete, name)
+    return build_decoder(complete, ARCHITECTURES[model_type], name)
+
+
+def complete_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A Hugging Face config with transformers' defaults for the sizes that it omits.
+
+    Raises:
+        BadInputError: there is no `model_type`.
+        UnsupportedError: the `model_type` is not known.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise BadInputError(
@@ -111,10 +125,8 @@ def graph_of_config(config: Mapping[str, Any], name: str) -> BlockGraph:
         )
     defaults = json.loads((_DATA / "hf_defaults.json").read_text(encoding="utf-8"))
     missing = defaults.get(model_type, {})
-    if model_type in BUILDERS:
-        return BUILDERS[model_type]({**missing, **config}, name)
-    row = ARCHITECTURES[model_type]
-    for names in row.synonyms():
+    row = ARCHITECTURES.get(model_type)
+    for names in row.synonyms() if row is not None else ():
         if any(config.get(key) is not None for key in names):
             missing = {key: value for key, value in missing.items() if key not in names}
-    return build_decoder({**missing, **config}, row, name)
+    return {**missing, **config}
