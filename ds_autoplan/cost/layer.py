@@ -105,10 +105,24 @@ class Pass:
         return self.compute_s + self.communication_s
 
 
-def block_cost(
-    setting: Setting, block: BlockClass, strategy: Strategy, degrees: Degrees
-) -> tuple[LayerCost, Detail]:
-    """The :class:`LayerCost` of one block, and its traffic by cause."""
+@dataclass(frozen=True)
+class Work:
+    """What one micro-batch does in a block.
+
+    It depends on tp, cp, ep, order and micro-batch size, not on dp, pp, the ZeRO stage or the number
+    of micro-batches, so many candidates share it.
+    """
+
+    local: LocalBlock
+    forward: Pass
+    backward: Pass
+    recompute: Pass
+    kept_bytes: float
+    transient_bytes: float
+
+
+def block_work(setting: Setting, block: BlockClass, strategy: Strategy, degrees: Degrees) -> Work:
+    """Passes and activations of one block."""
     tokens = setting.tokens(degrees)
     local = local_block(
         block,
@@ -139,6 +153,12 @@ def block_cost(
         setting.workload,
         setting.framework,
     )
+    return Work(local, forward, backward, recompute, kept, transient)
+
+
+def block_cost(setting: Setting, work: Work, degrees: Degrees) -> tuple[LayerCost, Detail]:
+    """The :class:`LayerCost` of one block, and its traffic by cause."""
+    local, forward, backward, recompute = work.local, work.forward, work.backward, work.recompute
     states, reduced, per_step, gathered, dp_s = shared_state(
         setting, local.parameters, local.expert_parameters, degrees, forward, backward
     )
@@ -153,8 +173,8 @@ def block_cost(
         parameter_bytes=states[0],
         gradient_bytes=states[1],
         optimizer_bytes=states[2],
-        activation_bytes=kept * waste,
-        workspace_bytes=(transient + gathered.workspace_bytes) * waste,
+        activation_bytes=work.kept_bytes * waste,
+        workspace_bytes=(work.transient_bytes + gathered.workspace_bytes) * waste,
         per_step_s=per_step,
     )
     passes = (forward, backward, recompute)

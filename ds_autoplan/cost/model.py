@@ -16,7 +16,7 @@ from ds_autoplan.cost.ends import embedding_cost, head_cost
 from ds_autoplan.cost.frameworks import BY_BACKEND, Framework
 from ds_autoplan.cost.interface import LayerCost, StageAssignment, StageEstimate, StepEstimate
 from ds_autoplan.cost.kernels import kernels_for
-from ds_autoplan.cost.layer import Detail, Setting, block_cost
+from ds_autoplan.cost.layer import Detail, Setting, Work, block_cost, block_work
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
@@ -76,6 +76,7 @@ class AnalyticCostModel:
             shard_group=shard_group or self.framework.default_shard_group,
         )
         self._blocks: dict[tuple[int, Strategy, Degrees], tuple[LayerCost, Detail]] = {}
+        self._works: dict[tuple[object, ...], Work] = {}
         self._ends: dict[tuple[str, Degrees, str, bool], tuple[LayerCost, Detail]] = {}
 
     def layer(self, block_class: int, strategy: Strategy, degrees: Degrees) -> LayerCost:
@@ -210,8 +211,17 @@ class AnalyticCostModel:
         key = (block_class, strategy, degrees)
         found = self._blocks.get(key)
         if found is None:
-            found = block_cost(self.setting, self.graph.classes[block_class], strategy, degrees)
+            found = block_cost(self.setting, self._work(block_class, strategy, degrees), degrees)
             self._blocks[key] = found
+        return found
+
+    def _work(self, block_class: int, strategy: Strategy, degrees: Degrees) -> Work:
+        d = degrees
+        key = (block_class, strategy, d.tp, d.cp, d.ep, d.micro_batch_size, d.order)
+        found = self._works.get(key)
+        if found is None:
+            found = block_work(self.setting, self.graph.classes[block_class], strategy, degrees)
+            self._works[key] = found
         return found
 
     def _end(

@@ -9,6 +9,7 @@ parameter counts equal the model's and FLOPs can be counted from the graph alone
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class BlockClass:
     hidden_size: int = 0
     token_fraction: float = 1.0
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Weights and biases of one block, over the whole model."""
         return sum(operator.num_parameters for operator in self.operators)
@@ -160,7 +161,7 @@ class BlockGraph:
         """Number of blocks over all stacks."""
         return len(self.layers)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Weights and biases of the whole model; a tied head counts once."""
         blocks = sum(self.classes[index].num_parameters for index in self.layers)

@@ -7,6 +7,7 @@ carries the skip edges that cross it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_autoplan.cost.interface import CostModel, LayerCost
@@ -96,18 +97,29 @@ class Pricer:
     def missing_bytes(self, candidate: Candidate) -> float:
         """Bytes per device that the candidate misses at the very least; 0 or less: it may fit.
 
-        Checkpointing never makes a layer bigger, so only its heaviest allowed form is priced.
+        Checkpointing and sharding never make a layer bigger, so only the heaviest allowed
+        checkpointing of the first sharding is priced.
         """
+        smallest = [
+            (
+                self._choice(
+                    index, strategies(block, candidate, self.options)[self._heaviest()], candidate
+                ),
+            )
+            for index, block in enumerate(self.graph.classes)
+        ]
+        return missing_bytes(self._with_choices(candidate, smallest))
+
+    def _heaviest(self) -> int:
+        """Where the heaviest allowed checkpointing stands among a sharding's strategies."""
         allowed = self.options.allows
-        heaviest = [name for name in CHECKPOINTING if allowed("activation_checkpointing", name)][-1]
-        return missing_bytes(self._problem(candidate, (heaviest,)))
+        return sum(allowed("activation_checkpointing", name) for name in CHECKPOINTING) - 1
 
     def problem(self, candidate: Candidate) -> Problem:
         """The candidate's stage problem with every strategy that is on a Pareto front."""
         return self._problem(candidate, CHECKPOINTING)
 
     def _problem(self, candidate: Candidate, checkpointing: tuple[str, ...]) -> Problem:
-        degrees = candidate.degrees
         choices = []
         for index, block in enumerate(self.graph.classes):
             options = [
@@ -116,6 +128,10 @@ class Pricer:
                 if strategy.activation_checkpointing in checkpointing
             ]
             choices.append(pareto(options))
+        return self._with_choices(candidate, choices)
+
+    def _with_choices(self, candidate: Candidate, choices: Sequence[tuple[Choice, ...]]) -> Problem:
+        degrees = candidate.degrees
         passes = passes_of(self.workload)
         cut_time, carried = self._cuts(candidate)
         gpipe = self.options.schedule == "gpipe" and degrees.pp > 1
