@@ -58,14 +58,34 @@ def plan(
     else:
         config, name = read_config(model)
         graph = graph_of_config(config, name)
-    topology = _topology(cluster)
+    inputs = Inputs(graph, _topology(cluster), workload, options)
+    try:
+        made = plan_without_help(inputs, cost, progress)
+    except InfeasibleError as error:
+        if cost is None:
+            raise _with_ways_out(error, inputs) from None
+        raise
+    return replace(made, report={**made.report, "inputs": record(inputs, config)})
+
+
+def plan_without_help(
+    inputs: Inputs, cost: CostModel | None = None, progress: Progress | None = None
+) -> Plan:
+    """As :func:`plan`, but where nothing fits the error names no relaxations.
+
+    Raises:
+        BadInputError: an input cannot be taken as it is.
+        InfeasibleError: no candidate fits or is allowed.
+    """
+    graph, workload, options = inputs.graph, inputs.workload, inputs.options
     check_workload(graph, workload)
     if cost is None:
-        cost = _cost_model(graph, topology, workload, options)
-    space = enumerate_space(graph, topology.num_devices, workload, options)
+        cost = _cost_model(graph, inputs.topology, workload, options)
+    devices = inputs.topology.num_devices
+    space = enumerate_space(graph, devices, workload, options)
     if not space.candidates:
         raise InfeasibleError(
-            f"No combination of degrees is allowed on {topology.num_devices} devices.",
+            f"No combination of degrees is allowed on {devices} devices:",
             "; ".join(dict.fromkeys(space.excluded.values())) + ".",
             "Relax the pins, or change the batch size or the number of devices.",
         )
@@ -73,10 +93,21 @@ def plan(
     pricer = Pricer(graph, cost, workload, options, capacity)
     outcome = search(pricer, space.candidates, options.top_k, options.time_limit_s, progress)
     if not outcome.solved:
-        raise _nothing_fits(graph, pricer, outcome, capacity)
-    inputs = Inputs(graph, topology, workload, options)
-    made = _assemble(inputs, cost, pricer, space, outcome)
-    return replace(made, report={**made.report, "inputs": record(inputs, config)})
+        raise _nothing_fits(graph, outcome, capacity)
+    return _assemble(inputs, cost, pricer, space, outcome)
+
+
+def _with_ways_out(error: InfeasibleError, inputs: Inputs) -> InfeasibleError:
+    """The same error with the smallest changes that would make it fit, as text and as data."""
+    from ds_autoplan.relax import relaxations
+
+    ways = relaxations(inputs)
+    if not ways:
+        return error
+    listed = "; ".join(f"{way['text']}: {way['step_s']:.4g} s a step" for way in ways)
+    helped = InfeasibleError(error.value, error.rule, f"What would fit: {listed}.")
+    helped.details = {"relaxations": ways}
+    return helped
 
 
 def check_workload(graph: BlockGraph, workload: Workload) -> None:
@@ -326,10 +357,7 @@ def _too_big(missing: float) -> str:
     return f"does not fit in memory: {missing / GB:.1f} GB per device too many, at least"
 
 
-def _nothing_fits(
-    graph: BlockGraph, pricer: Pricer, outcome: Outcome, capacity: float
-) -> InfeasibleError:
-    del pricer
+def _nothing_fits(graph: BlockGraph, outcome: Outcome, capacity: float) -> InfeasibleError:
     nearest = min(outcome.too_big, key=lambda item: (item[1], item[0].simplicity))
     degrees = nearest[0].degrees
     return InfeasibleError(

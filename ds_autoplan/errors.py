@@ -7,12 +7,15 @@ fits (:class:`InfeasibleError`). Each message names the value, the rule it broke
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AutoplanError(Exception):
     """Base of every error that a user of ds_autoplan can cause.
 
     Attributes:
         exit_status: what a command ends with: 2 for bad input, 1 for a clear negative answer.
+        details: what `--json` adds to the message, as plain data.
     """
 
     exit_status = 1
@@ -26,6 +29,7 @@ class AutoplanError(Exception):
             remedy: what the user can do about it.
         """
         self.value, self.rule, self.remedy = value, rule, remedy
+        self.details: dict[str, Any] = {}
         super().__init__(" ".join(part for part in (value, rule, remedy) if part))
 
 

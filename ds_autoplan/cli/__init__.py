@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(words)
     except AutoplanError as error:
         if "--json" in words:
-            print(json.dumps({"error": str(error), **getattr(error, "details", {})}))
+            print(json.dumps({"error": str(error), **error.details}))
         print(f"ds-autoplan: {error}", file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:

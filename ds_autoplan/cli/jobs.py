@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from ds_autoplan.errors import BadInputError
-from ds_autoplan.search.solve import Progress
 from ds_autoplan.workload import BACKENDS, PRECISIONS, Workload
+
+if TYPE_CHECKING:
+    from ds_autoplan.search.solve import Progress
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor")
 
