@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 
+from ds_autoplan.cost.eager import keeps_of, norm_bytes
 from ds_autoplan.cost.interface import LayerCost
 from ds_autoplan.cost.layer import Detail, Pass, Setting, shared_state
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.strategy import Degrees
+
+LOSS_KEEPS_BYTES = 4.0
 
 
 def _vocabulary_ways(vocabulary: str, degrees: Degrees) -> int:
@@ -99,8 +102,15 @@ def head_cost(
         tp_s = setting.collective(kind, stream, degrees, "tp")
     forward = Pass(forward_s, tp_s if sequence_parallel else 0.0, 0.0, 0.0)
     backward = Pass(backward_s, tp_s, 0.0, 0.0)
-    kept = stream * 2.0 / (degrees.tp if sequence_parallel else 1)
-    workspace = logits * framework.logit_bytes
+    norm = norm_bytes(keeps_of(graph.model_type).norm, e) if framework.eager_blocks else e
+    kept = tokens * setting.hidden * (norm + e) / (degrees.tp if sequence_parallel else 1)
+    # The loss keeps its 32-bit log-probabilities; the rest of its peak is transient.
+    kept += logits * LOSS_KEEPS_BYTES
+    # Only one chunk of an interleaved last stage has the head: one micro-batch of it is in flight.
+    if degrees.vpp > 1:
+        chunks = (degrees.vpp - 1) * degrees.pp + 1
+        kept /= max(1.0, min(degrees.num_micro_batches, chunks / degrees.vpp))
+    workspace = logits * (framework.logit_bytes - LOSS_KEEPS_BYTES)
     return _end(setting, parameters, degrees, forward, backward, kept, workspace)
 
 

@@ -25,6 +25,7 @@ class Framework:
         fp32_partition_copy: ZeRO keeps its own flat copy of the partition in fp32 training too.
         elementwise_passes: memory traffic of norms, residuals and activations relative to fused kernels.
         activation_extra: kept intermediate tensors relative to fused kernels (see memory.py).
+        eager_blocks: blocks are Hugging Face's own, and keep what eager.py lists.
         attention: "fused" (cuDNN, FlashAttention-3), "flash" (FlashAttention-2, Triton) or "unfused":
             scores of size s*s are written and read.
         tp_overlap: share of tensor-parallel traffic hidden under GEMMs.
@@ -77,6 +78,7 @@ class Framework:
     fp32_partition_copy: bool = False
     elementwise_passes: float = 1.0
     activation_extra: float = 0.0
+    eager_blocks: bool = False
     attention: str = "fused"
     tp_overlap: float = 0.0
     gradient_overlap: bool = True
@@ -159,12 +161,11 @@ DEEPSPEED = Framework(
     attention="flash",
     gradient_bytes=0,
     reduce_scatter=False,
-    selective_streams=1.0,
+    eager_blocks=True,
     expert_imbalance=1.2,
     master_gradient_bytes=4.0,
     fp32_partition_copy=True,
-    elementwise_passes=2.0,
-    activation_extra=1.0,
+    elementwise_passes=1.65,
     gradient_overlap=False,
     parameter_overlap=False,
     pipeline_overlap=0.0,

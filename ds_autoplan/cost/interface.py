@@ -102,7 +102,7 @@ class CostModel(Protocol):
         """Micro-batches whose activations `stage` keeps at its peak (1F1B, interleaved, GPipe)."""
 
     def boundary_s(
-        self, degrees: Degrees, strategy: Strategy, elements_per_token: int | None = None
+        self, degrees: Degrees, strategy: Strategy, elements_per_token: float | None = None
     ) -> float:
         """Exposed time of sending one micro-batch's hidden states, and their gradient back.
 

@@ -10,7 +10,7 @@ per_step_s = gradient reduction and parameter gather beyond what hides under thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_autoplan.cluster.collectives import collective_s, exchange_s, volume_bytes
 from ds_autoplan.cluster.topology import Topology
@@ -35,6 +35,7 @@ class Setting:
     kernels: Kernels
     constants: Constants
     hidden: int
+    model_type: str = ""
     volume_only: bool = False
     shard_group: int = 0  # ranks that ZeRO shards over; 0: all that hold the same parameters
 
@@ -121,8 +122,21 @@ class Work:
     transient_bytes: float
 
 
+def own_setting(setting: Setting, block: BlockClass) -> Setting:
+    """The setting with a block's own width and its share of the tokens (swin's later stages)."""
+    if not block.hidden_size and block.token_fraction == 1.0:
+        return setting
+    seq_length = max(1, round(setting.workload.seq_length * block.token_fraction))
+    return replace(
+        setting,
+        hidden=block.hidden_size or setting.hidden,
+        workload=replace(setting.workload, seq_length=seq_length),
+    )
+
+
 def block_work(setting: Setting, block: BlockClass, strategy: Strategy, degrees: Degrees) -> Work:
     """Passes and activations of one block."""
+    setting = own_setting(setting, block)
     tokens = setting.tokens(degrees)
     local = local_block(
         block,
@@ -152,6 +166,7 @@ def block_work(setting: Setting, block: BlockClass, strategy: Strategy, degrees:
         degrees,
         setting.workload,
         setting.framework,
+        setting.model_type,
     )
     return Work(local, forward, backward, recompute, kept, transient)
 

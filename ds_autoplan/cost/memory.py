@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_autoplan.cost.eager import eager_bytes_per_token, keeps_of
 from ds_autoplan.cost.frameworks import Framework
 from ds_autoplan.cost.shapes import split_ways
 from ds_autoplan.model.graph import BlockClass
@@ -76,6 +77,7 @@ def activation_bytes(
     degrees: Degrees,
     workload: Workload,
     framework: Framework,
+    model_type: str,
 ) -> tuple[float, float]:
     """(kept per micro-batch in flight, kept while the layer's backward runs), bytes on one rank.
 
@@ -86,6 +88,23 @@ def activation_bytes(
     saved = 1.0 if workload.precision in ("fp8", "fp4") else e
     attention_ways, mlp_ways = split_ways(block, strategy, degrees.tp)
     sequence_ways = degrees.tp if strategy.sequence_parallel else 1
+    if framework.eager_blocks:
+        per_token, core = eager_bytes_per_token(
+            block,
+            keeps_of(model_type),
+            hidden,
+            seq_length,
+            e,
+            attention_ways,
+            mlp_ways,
+            sequence_ways,
+            degrees.tp,
+        )
+        if strategy.activation_checkpointing == "full":
+            return tokens * hidden * e / sequence_ways, tokens * per_token
+        if strategy.activation_checkpointing == "selective":
+            return tokens * (per_token - core), tokens * core
+        return tokens * per_token, 0.0
     extra = framework.activation_extra
     stream = tokens * hidden / sequence_ways
     norms = 2 if not block.parallel_residual else 1

@@ -72,6 +72,7 @@ class AnalyticCostModel:
             ),
             constants=constants,
             hidden=graph.hidden_size,
+            model_type=graph.model_type,
             volume_only=volume_only,
             shard_group=shard_group or self.framework.default_shard_group,
         )
@@ -102,7 +103,7 @@ class AnalyticCostModel:
         return min(per_pass, chunks / degrees.vpp)
 
     def boundary_s(
-        self, degrees: Degrees, strategy: Strategy, elements_per_token: int | None = None
+        self, degrees: Degrees, strategy: Strategy, elements_per_token: float | None = None
     ) -> float:
         """Exposed time of sending one micro-batch's hidden states, and their gradient back."""
         if degrees.pp == 1:
@@ -255,7 +256,8 @@ class AnalyticCostModel:
         if index == len(stages) - 1:
             parts.append(self._end("head", degrees, vocabulary, sequence[-1]))
         else:
-            boundary = self.boundary_s(degrees, strategies[-1])
+            crossing = sum(self.graph.cut_elements[stage.last + 1])
+            boundary = self.boundary_s(degrees, strategies[-1], crossing)
         relayout = sum(
             self.relayout_s(before, after, degrees)
             for before, after in zip(strategies, strategies[1:], strict=False)
@@ -264,11 +266,13 @@ class AnalyticCostModel:
         details = [detail for _, detail in parts]
         time_s = sum(c.forward_s + c.backward_s for c in costs) + boundary + relayout
         in_flight = self.in_flight(index, degrees)
+        skipped = self.graph.cut_elements[stage.first][1] if index else 0.0
+        carried = skipped * self.setting.tokens(degrees) * self.setting.element
         amounts = (
             sum(c.parameter_bytes for c in costs),
             sum(c.gradient_bytes for c in costs),
             sum(c.optimizer_bytes for c in costs),
-            in_flight * sum(c.activation_bytes for c in costs),
+            in_flight * (carried + sum(c.activation_bytes for c in costs)),
             max(c.workspace_bytes for c in costs),
             self.fixed_bytes(degrees),
         )

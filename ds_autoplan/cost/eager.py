@@ -1,0 +1,119 @@
+"""What autograd keeps of a Hugging Face block that runs eagerly, by model type.
+
+Measured with saved-tensor hooks on the Transformers classes (tests/cost/test_activations.py repeats it). Per
+token, in elements of the block's own widths:
+
+    norm    "layer": its input once; "rms": a 32-bit copy of the input, and the normed value;
+            "rms32": both in 32 bits; "centred32": three 32-bit tensors
+    linear  its input, once for all linears that read the same tensor
+    core    queries, keys, values, one 32-bit number per head, and copies that rotary embeddings leave
+    MLP     `mlp` tensors of the inner width, the second linear's input among them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_autoplan.model.graph import BlockClass
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """One row of the table: see the module's docstring. `query` and `key` count extra copies."""
+
+    norm: str = "rms"
+    mlp: float = 4.0
+    query: float = 0.0
+    key: float = 0.0
+    scores: float = 0.0  # 32-bit numbers kept per score, where attention is not fused
+
+
+LAYER_GELU = Keeps("layer", 2.0)
+BY_TYPE = {
+    "gemma": Keeps("rms32"),
+    "gemma2": Keeps("rms32", scores=1.0),
+    "gemma3_text": Keeps("rms32"),
+    "gpt2": Keeps("layer", 5.0),
+    "gpt_neox": Keeps("layer", 2.0, query=2.0, key=1.0),
+    "opt": Keeps("layer", 1.0),
+    "phi": Keeps("layer", 5.0, query=1.0),
+    "phi3": Keeps("rms", 4.0, query=2.0, key=1.0),
+    "bloom": Keeps("layer", 2.0, scores=1.0),
+    "falcon": Keeps("layer", 2.0, query=2.0, scores=1.0),
+    "mpt": Keeps("layer", 2.0, scores=1.0),
+    "gptj": Keeps("layer", 5.0),
+    "starcoder2": LAYER_GELU,
+    "stablelm": Keeps("layer", 4.0, query=1.0),
+    "cohere": Keeps("centred32"),
+    "olmo": Keeps("layer", 4.0),
+    "olmo2": Keeps("rms32"),
+    "bert": LAYER_GELU,
+    "vit": LAYER_GELU,
+    "swin": LAYER_GELU,
+}
+DEFAULT = Keeps()
+
+
+def keeps_of(model_type: str) -> Keeps:
+    """The row of `model_type`; unknown types count as Llama-like, which keeps most."""
+    return BY_TYPE.get(model_type, DEFAULT)
+
+
+def norm_bytes(kind: str, element: float) -> float:
+    """Bytes that one norm keeps per element, beside its output."""
+    if kind == "layer":
+        return element
+    if kind == "rms":
+        return 4.0 + element
+    return 8.0 if kind == "rms32" else 12.0
+
+
+def eager_bytes_per_token(
+    block: BlockClass,
+    keeps: Keeps,
+    hidden: int,
+    seq_length: int,
+    element: float,
+    attention_ways: int,
+    mlp_ways: int,
+    sequence_ways: int,
+    tp: int,
+) -> tuple[float, float]:
+    """(bytes kept per token, of which the attention core can recompute)."""
+    norms = sum(1 for operator in block.operators if operator.role == "norm")
+    inputs = norms
+    if keeps.norm == "layer" and block.parallel_residual:
+        inputs = 1
+    kept = inputs * norm_bytes(keeps.norm, element) * hidden / sequence_ways
+    # Inputs of the attention's and of the MLP's first linears; parallel ones share a single norm.
+    readers = 1 if block.parallel_residual and norms == 1 else 2
+    kept += readers * element * hidden / sequence_ways
+    core = 0.0
+    has_qk_norm = any(operator.role == "qk_norm" for operator in block.operators)
+    for attention in (block.attention, block.cross_attention):
+        if attention is None:
+            continue
+        query = attention.num_heads * attention.head_dim / attention_ways
+        kv_ways = min(attention_ways, attention.num_kv_heads)
+        key = attention.num_kv_heads * attention.head_dim / kv_ways
+        value = attention.num_kv_heads * attention.value_head_dim / kv_ways
+        context = attention.num_heads * attention.value_head_dim / attention_ways
+        kept += element * (query + key + value + context)
+        kept += element * (keeps.query * query + keeps.key * key)
+        heads = attention.num_heads / attention_ways
+        core += 4.0 * heads + 4.0 * keeps.scores * heads * seq_length
+        if has_qk_norm:
+            kept += norm_bytes(keeps.norm, element) * (query + key)
+    kept += core
+    mlp = block.mlp
+    if mlp is not None:
+        inner = mlp.shared_intermediate_size / mlp_ways
+        if mlp.num_experts:
+            routed = mlp.top_k / tp
+            inner += routed * mlp.intermediate_size
+            # Tokens gathered for their experts, and the experts' outputs before they are weighted.
+            kept += 2.0 * element * routed * hidden
+        else:
+            inner += mlp.intermediate_size / mlp_ways
+        kept += keeps.mlp * element * inner
+    return kept, core
