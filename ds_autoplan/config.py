@@ -35,10 +35,8 @@ class AutoplanConfig(BaseModel):
     memory_reserve_gb: float | None = Field(default=None, ge=0)
     plan: str | None = None
     plan_cache: str | None = None
-    report: str | None = None
     time_limit_s: float | None = Field(default=None, gt=0)
     on_infeasible: Literal["error", "best_effort"] = "error"
-    calibrate: bool = False
     logits: bool = True
 
     def pins(self) -> dict[str, list[Any]]:

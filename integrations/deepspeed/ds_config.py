@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
-from ds_autoplan.errors import BadInputError, UnsupportedError
-from ds_autoplan.plan import Plan
+from ds_autoplan.integrations.deepspeed.batch import BatchSettings
 from torch import nn
 
-from ds_autoplan.integrations.deepspeed.batch import BatchSettings
+from ds_autoplan.errors import BadInputError, UnsupportedError
+from ds_autoplan.hook import config_text, parse_config
+from ds_autoplan.plan import Plan
 
 MODEL_IN_CONTROL = 'The plan sets tensor, pipeline and sequence parallelism when "autoplan" is on.'
 
@@ -33,13 +33,13 @@ def read_config(args: Any, config: Any) -> dict[str, Any]:
         return copy.deepcopy(given)
     if given is None:
         raise BadInputError("No DeepSpeed config was given.", "", "Pass --deepspeed_config FILE.")
-    from deepspeed.runtime.config import load_ds_config
-
     try:
-        loaded = load_ds_config(given)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
+        loaded = parse_config(config_text(given))
+    except (OSError, ValueError) as error:
         raise BadInputError(f"The DeepSpeed config {given!r} cannot be read: {error}.") from error
-    return dict(loaded)
+    if not isinstance(loaded, dict):
+        raise BadInputError(f"The DeepSpeed config {given!r} holds no JSON object.")
+    return loaded
 
 
 def check_config(config: dict[str, Any], model: nn.Module, mpu: Any, mesh_param: Any) -> None:

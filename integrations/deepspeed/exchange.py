@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ds_autoplan.errors import BadInputError
 from torch import Tensor
+
+from ds_autoplan.errors import BadInputError
 
 IGNORE_INDEX = -100
 # Longest list of tensors, and of dimensions of one of them, that a batch may hold.

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+
 from ds_autoplan.errors import AutoplanError
 
 # How long other ranks wait before they exit, so that rank 0's message is out before a launcher ends it.

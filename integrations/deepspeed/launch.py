@@ -22,7 +22,7 @@ from ds_autoplan.integrations.deepspeed.batch import BatchSettings, batch_settin
 from ds_autoplan.integrations.deepspeed.ds_config import check_config, inner_config, read_config
 from ds_autoplan.integrations.deepspeed.engine import AutoplanEngine
 from ds_autoplan.integrations.deepspeed.failure import fail_together, report_on_rank_0
-from ds_autoplan.integrations.deepspeed.measure import StepClock
+from ds_autoplan.integrations.deepspeed.measure import StepClock, base_bytes
 from ds_autoplan.integrations.deepspeed.optimizers import check_optimizer, keep_owned
 from ds_autoplan.integrations.deepspeed.pipeline import AutoplanPipelineEngine, StageModule
 from ds_autoplan.integrations.deepspeed.planning import plan_together
@@ -161,7 +161,7 @@ def _start(
 ) -> tuple[Any, Any]:
     degrees = plan.degrees
     state.initialize(degrees)
-    names, tied = list(model.state_dict()), tied_names(model)
+    names, tied, base = list(model.state_dict()), tied_names(model), base_bytes(model)
     device = _device()
     replica = None
     module: nn.Module = model
@@ -186,7 +186,7 @@ def _start(
     )
     engine.__class__ = AutoplanPipelineEngine if degrees.pp > 1 else AutoplanEngine
     engine.replica, engine.script_batch = replica, batch
-    engine.clock = StepClock(_report(plan))
+    engine.clock = StepClock(_report(plan, base))
     if replica is not None:
         replica.install()
         if degrees.pp > 1:
@@ -222,9 +222,9 @@ def _serve_weights(
     return service
 
 
-def _report(plan: Plan) -> Callable[[float, int], None]:
+def _report(plan: Plan, base: int) -> Callable[[float, int], None]:
     def report(step_s: float, peak_bytes: int) -> None:
-        peaks = torch.tensor([float(peak_bytes)], device=_device())
+        peaks = torch.tensor([float(peak_bytes - base)], device=_device())
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
         if dist.get_rank() == 0:
             predicted = max((stage.peak_bytes for stage in plan.stages), default=0)

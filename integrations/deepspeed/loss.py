@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from ds_autoplan.integrations.deepspeed.exchange import IGNORE_INDEX, ReplicaBatch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
-
-from ds_autoplan.integrations.deepspeed.exchange import IGNORE_INDEX, ReplicaBatch
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from ds_autoplan.errors import UnsupportedError
 from ds_autoplan.plan import Plan
-from torch import nn
 
 # Optimizers that update every element by itself, so a shard is updated as the whole would be.
 ELEMENTWISE = (

@@ -18,15 +18,15 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from ds_autoplan.errors import UnsupportedError
-from torch import Tensor, nn
-
 from ds_autoplan.integrations.deepspeed.exchange import ReplicaBatch
 from ds_autoplan.integrations.deepspeed.gradients import clip_by_global_norm
 from ds_autoplan.integrations.deepspeed.measure import StepClock
 from ds_autoplan.integrations.deepspeed.released_loss import ReleasedLoss, expected_factor
 from ds_autoplan.integrations.deepspeed.replica import MicroBatch, Replica, UnavailableOutput
 from ds_autoplan.integrations.deepspeed.script_view import ScriptView
+from torch import Tensor, nn
+
+from ds_autoplan.errors import UnsupportedError
 
 NO_LOGITS = (
     "Pipeline stages compute the loss on the last stage.",

@@ -6,14 +6,17 @@ import logging
 from typing import Any
 
 import torch.distributed as dist
+from ds_autoplan.integrations.deepspeed.batch import BatchSettings
+from ds_autoplan.integrations.deepspeed.detect import detect_cluster
+from ds_autoplan.integrations.deepspeed.solve import solve
+from ds_autoplan.integrations.transformers.structure import ModelStructure
+from torch import nn
+
+from ds_autoplan.cluster import Topology
 from ds_autoplan.config import AutoplanConfig
 from ds_autoplan.errors import AutoplanError, UnsupportedError
 from ds_autoplan.plan import Plan
 from ds_autoplan.workload import Workload
-from torch import nn
-
-from ds_autoplan.integrations.deepspeed.batch import BatchSettings
-from ds_autoplan.integrations.transformers.structure import ModelStructure
 
 log = logging.getLogger("ds_autoplan")
 
@@ -31,10 +34,11 @@ def plan_together(
     Raises:
         AutoplanError: on every rank, if there is no plan.
     """
+    topology = None if autoplan.plan else detect_cluster(autoplan.cluster)
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            box[0] = _plan(model, structure, refusal, config, autoplan, batch).to_json()
+            box[0] = _plan(model, structure, refusal, config, autoplan, batch, topology).to_json()
         except AutoplanError as error:
             box[0] = error
     dist.broadcast_object_list(box, src=0)
@@ -61,9 +65,8 @@ def _plan(
     config: dict[str, Any],
     autoplan: AutoplanConfig,
     batch: BatchSettings,
+    topology: Topology | None,
 ) -> Plan:
-    from ds_autoplan.integrations.deepspeed.solve import solve
-
     if autoplan.plan is not None:
         plan = Plan.load(autoplan.plan)
         if plan.global_batch_size != batch.total:
@@ -74,7 +77,10 @@ def _plan(
                 "Make the plan again, or correct the batch settings.",
             )
     else:
-        plan = solve(model, structure, refusal, workload(config, autoplan, batch, model), autoplan)
+        assert topology is not None
+        job = workload(config, autoplan, batch, model)
+        stages = zero_stages(config)
+        plan = solve(model, structure, refusal, job, autoplan, topology, stages)
     _check_call(plan, batch)
     return plan
 
@@ -98,6 +104,19 @@ def workload(
         gradient_accumulation_steps=batch.accumulation_steps,
         gradient_clipping=float(config.get("gradient_clipping", 1.0)),
     )
+
+
+def zero_stages(config: dict[str, Any]) -> list[int]:
+    """ZeRO stages that the script is written for.
+
+    Under stage 3 no rank holds a weight whole, so a script must save in another way: the plan uses it only
+    where the user's config does. Offload settings belong to their stage.
+    """
+    zero = config.get("zero_optimization", {})
+    stage = int(zero.get("stage", 0))
+    if zero.get("offload_optimizer") or zero.get("offload_param"):
+        return [stage]
+    return [0, 1, 2, 3] if stage == 3 else [0, 1, 2]
 
 
 def _check_call(plan: Plan, batch: BatchSettings) -> None:

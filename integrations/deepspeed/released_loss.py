@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ds_autoplan.errors import UnsupportedError
 from torch import Tensor
+
+from ds_autoplan.errors import UnsupportedError
 
 
 class _Released(torch.autograd.Function):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as functional
+from ds_autoplan.integrations.megatron.state import layer_config
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -21,8 +22,6 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor, nn
-
-from ds_autoplan.integrations.megatron.state import layer_config
 
 
 def _no_initialization(weight: Tensor) -> None:
@@ -81,8 +80,18 @@ class RowParallel(RowParallelLinear):
         bias: nn.Parameter | None,
         sequence_parallel: bool,
         token_dim: int,
+        writable: bool = False,
     ) -> None:
-        """Take `weight` [out, columns / tp], cut already, and the whole `bias` [out]."""
+        """Take `weight` [out, columns / tp], cut already, and the whole `bias` [out].
+
+        Args:
+            weight: the shard of this rank.
+            bias: the whole bias, or None.
+            sequence_parallel: whether the sum is a reduce-scatter.
+            token_dim: its dimension, see above.
+            writable: the model adds to the output in place, which autograd forbids on the output of a
+                communication function: give it a copy.
+        """
         tp = parallel_state.get_tensor_model_parallel_world_size()
         with torch.device("meta"):
             super().__init__(
@@ -95,15 +104,17 @@ class RowParallel(RowParallelLinear):
                 skip_bias_add=False,
             )
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
-        self.token_dim = token_dim
+        self.token_dim, self.writable = token_dim, writable
         self.weight, self.bias = weight, bias
 
     def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
         """[batch, sequence, columns / tp] -> [batch, sequence (/ tp), out]."""
         if not self.sequence_parallel or self.token_dim == 0:
-            return super().forward(input_)[0]
-        sequence_first = input_.transpose(0, 1).contiguous()
-        return super().forward(sequence_first)[0].transpose(0, 1)
+            output = super().forward(input_)[0]
+        else:
+            sequence_first = input_.transpose(0, 1).contiguous()
+            output = super().forward(sequence_first)[0].transpose(0, 1)
+        return output.clone() if self.writable and self.bias is None else output
 
 
 class SelectedColumns(nn.Module):

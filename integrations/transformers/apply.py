@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from ds_autoplan.errors import UnsupportedError
-from ds_autoplan.plan import Plan
-from megatron.core import parallel_state
-from torch import nn
-
 from ds_autoplan.integrations.megatron import regions
 from ds_autoplan.integrations.transformers.recompute import recompute
 from ds_autoplan.integrations.transformers.shard import Shard, Sharder
 from ds_autoplan.integrations.transformers.stage import StageCut
 from ds_autoplan.integrations.transformers.structure import ModelStructure
+from megatron.core import parallel_state
+from torch import nn
+
+from ds_autoplan.errors import UnsupportedError
+from ds_autoplan.plan import Plan
 
 
 @dataclass

@@ -68,6 +68,9 @@ MLP_LAYOUTS = (
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
 
+# Model types whose blocks add to the output of a part in place.
+WRITES_IN_PLACE = ("falcon",)
+
 # Modules that hold a block's attention and its MLP; "" is the block itself.
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 MLP_NAMES = ("mlp", "")

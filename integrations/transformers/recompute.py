@@ -13,10 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ds_autoplan.integrations.transformers.structure import Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from ds_autoplan.integrations.transformers.structure import Block
 
 PREFIX = "ds_autoplan_recomputed_"
 

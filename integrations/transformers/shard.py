@@ -13,10 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from ds_autoplan.errors import UnsupportedError
-from ds_autoplan.strategy import Strategy
-from torch import Tensor, nn
-
 from ds_autoplan.integrations.megatron import regions
 from ds_autoplan.integrations.megatron.layers import (
     ColumnParallel,
@@ -24,7 +20,11 @@ from ds_autoplan.integrations.megatron.layers import (
     SelectedColumns,
     VocabParallel,
 )
-from ds_autoplan.integrations.transformers.layouts import heads_of_rank, projection_rows
+from ds_autoplan.integrations.transformers.layouts import (
+    WRITES_IN_PLACE,
+    heads_of_rank,
+    projection_rows,
+)
 from ds_autoplan.integrations.transformers.structure import (
     AttentionPart,
     Block,
@@ -33,6 +33,10 @@ from ds_autoplan.integrations.transformers.structure import (
     is_transposed,
     replace_module,
 )
+from torch import Tensor, nn
+
+from ds_autoplan.errors import UnsupportedError
+from ds_autoplan.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Sharder:
         """Take the structure of the model, the tp degree and this rank's place in it."""
         self.structure, self.tp, self.rank = structure, tp, rank
         self.shards: dict[str, Shard] = {}
+        self.writable = structure.model.config.model_type in WRITES_IN_PLACE
 
     # Vocabulary
 
@@ -252,7 +257,7 @@ class Sharder:
         transposed = is_transposed(linear)
         shard = Shard(0 if transposed else 1, columns, columns[0].numel(), transposed)
         self._cut(f"{full_name}.weight", weight, shard)
-        setattr(parent, name, RowParallel(weight, bias, parallel, token_dim))
+        setattr(parent, name, RowParallel(weight, bias, parallel, token_dim, self.writable))
         if bias is not None and parallel:
             regions.sum_gradient_over_tp(bias)
         return {id(weight)} | ({id(bias)} if bias is not None else set())

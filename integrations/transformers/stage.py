@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from ds_autoplan.integrations.transformers.structure import ModelStructure, replace_module
+from torch import Tensor, nn
 
 
 class StageEnd(Exception):
