@@ -16,7 +16,7 @@ from ds_autoplan.plan import LayerPlan, Plan, SolverReport, StagePlan
 from ds_autoplan.search.options import DEFAULT_RESERVE, PlanOptions
 from ds_autoplan.search.pricing import Pricer
 from ds_autoplan.search.solve import Outcome, Progress, Solved, search
-from ds_autoplan.search.space import Space, enumerate_space
+from ds_autoplan.search.space import Space, enumerate_space, interleaved_cut
 from ds_autoplan.workload import BACKENDS, PRECISIONS, Workload
 
 if TYPE_CHECKING:
@@ -272,13 +272,14 @@ def _stage_plans(solved: Solved, estimate: StepEstimate, capacity: float) -> tup
 def _layer_plans(graph: BlockGraph, solved: Solved) -> tuple[LayerPlan, ...]:
     degrees, bounds = solved.candidate.degrees, solved.solution.bounds
     names = graph.layer_names or ("",) * graph.num_layers
-    chunk = graph.num_layers // (degrees.pp * degrees.vpp)
+    less = interleaved_cut(graph.num_layers, degrees.pp, degrees.vpp) or (0, 0)
+    chunk = (graph.num_layers + sum(less)) // (degrees.pp * degrees.vpp)
     layers = []
     stage = 0
     for index, choice in enumerate(solved.solution.chosen):
         while index >= bounds[stage + 1]:
             stage += 1
-        place = (index // chunk) % degrees.pp if degrees.vpp > 1 else stage
+        place = (index + less[0]) // chunk % degrees.pp if degrees.vpp > 1 else stage
         layers.append(LayerPlan(index, names[index], place, choice.strategy))
     return tuple(layers)
 

@@ -167,3 +167,28 @@ class BlockGraph:
         blocks = sum(self.classes[index].num_parameters for index in self.layers)
         ends = sum(operator.num_parameters for operator in self.embedding + self.head)
         return blocks + ends
+
+    @cached_property
+    def cut_elements(self) -> tuple[tuple[float, float], ...]:
+        """For the cut before each layer: elements per token of hidden states, and of skip edges.
+
+        Per token of the workload's sequence. A value that several later layers read crosses a cut
+        once, and right after its source it is the hidden state itself. No cut is before layer 0.
+        """
+        hidden = []
+        for index in self.layers:
+            block = self.classes[index]
+            hidden.append((block.hidden_size or self.hidden_size) * block.token_fraction)
+        skipped = [0.0] * self.num_layers
+        reach: dict[int, tuple[int, int]] = {}
+        for edge in self.skip_edges:
+            if edge.elements_per_token:
+                target, elements = reach.get(edge.source, (0, 0))
+                reach[edge.source] = (
+                    max(target, edge.target),
+                    max(elements, edge.elements_per_token),
+                )
+        for source, (target, elements) in reach.items():
+            for position in range(source + 2, min(target, self.num_layers - 1) + 1):
+                skipped[position] += elements
+        return tuple(zip(hidden, skipped, strict=True))

@@ -171,12 +171,16 @@ def _packed(build: _Builder) -> tuple[int, ...] | None:
     return tuple(reversed(bounds)) if bounds[-1] == 0 else None
 
 
-def with_even_layers(problem: Problem) -> Solution | None:
-    """The fastest feasible solution with equally many layers on each stage (interleaved stages).
+def with_chunks(problem: Problem, first: int, last: int) -> Solution | None:
+    """The fastest feasible solution of interleaved stages: equally many layers each.
 
-    With the cut given, each stage's fastest mix is the optimum.
+    The first and last stage hold `first` and `last` layers less. With the cut given, each stage's
+    fastest mix is the optimum.
     """
-    solution = _Builder(problem).solution(_even_layers(problem))
+    count = len(problem.stages)
+    each = (len(problem.layers) + first + last) // count
+    inner = (stage * each - first for stage in range(1, count))
+    solution = _Builder(problem).solution((0, *inner, len(problem.layers)))
     if solution is None:
         return None
     objective = solution.objective_s

@@ -46,7 +46,6 @@ class Pricer:
         self.workload = workload
         self.options = options
         self.capacity_bytes = capacity_bytes
-        self.crossing = _crossing_elements(graph)
         self.population = [graph.layers.count(index) for index in range(len(graph.classes))]
         self._times: dict[object, tuple[list[float], float, float]] = {}
 
@@ -192,33 +191,11 @@ class Pricer:
         element = _BYTES.get(self.workload.precision, 2.0)
         tokens = degrees.micro_batch_size * self.workload.seq_length / degrees.cp
         times, carried = [0.0], [0.0]
-        priced: dict[int, float] = {}
-        for extra in self.crossing[1:]:
-            elements = self.graph.hidden_size + extra
+        priced: dict[float, float] = {}
+        for hidden, skipped in self.graph.cut_elements[1:]:
+            elements = hidden + skipped
             if elements not in priced:
-                width = None if not extra else elements
-                priced[elements] = self.cost.boundary_s(degrees, strategy, width)
+                priced[elements] = self.cost.boundary_s(degrees, strategy, elements)
             times.append(priced[elements])
-            carried.append(tokens * extra * element)
+            carried.append(tokens * skipped * element)
         return tuple(times), tuple(carried) if any(carried) else ()
-
-
-def _crossing_elements(graph: BlockGraph) -> list[int]:
-    """For the cut before each layer, elements per token of the skip edges that cross it.
-
-    A value that several later layers read is sent once over a cut.
-    """
-    crossing = [0] * graph.num_layers
-    sources: dict[int, tuple[int, int]] = {}
-    for edge in graph.skip_edges:
-        if edge.elements_per_token:
-            furthest, elements = sources.get(edge.source, (0, 0))
-            sources[edge.source] = (
-                max(furthest, edge.target),
-                max(elements, edge.elements_per_token),
-            )
-    for source, (target, elements) in sources.items():
-        # the cut right after the source carries its value as the hidden state itself
-        for position in range(source + 2, min(target, graph.num_layers - 1) + 1):
-            crossing[position] += elements
-    return crossing

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_autoplan.search.cut import solve_exact
-from ds_autoplan.search.heuristic import construct, with_even_layers
+from ds_autoplan.search.heuristic import construct, with_chunks
 from ds_autoplan.search.pricing import Pricer
 from ds_autoplan.search.problem import Problem, Solution
-from ds_autoplan.search.space import Candidate
+from ds_autoplan.search.space import Candidate, interleaved_cut
 
 Progress = Callable[[int, int, float | None], None]
 
@@ -138,8 +138,10 @@ def _solve(
         outcome.too_big.append((candidate, missing))
         return None
     problem = pricer.problem(candidate)
-    if candidate.degrees.vpp > 1:
-        solution = with_even_layers(problem)
+    degrees = candidate.degrees
+    if degrees.vpp > 1:
+        less = interleaved_cut(len(problem.layers), degrees.pp, degrees.vpp)
+        solution = with_chunks(problem, *less) if less is not None else None
     else:
         # a limit prunes as well as a constructed start does, and costs nothing
         start = construct(problem) if limit_s == float("inf") else None

@@ -20,6 +20,7 @@ from ds_autoplan.workload import Workload
 # Above this many tokens per micro-batch GEMMs are as efficient as they get (they saturate near
 # 8,192 rows on every device in the cost data) and a larger one only costs memory. Pins overrule it.
 MOST_MICRO_BATCH_TOKENS = 65536
+_INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 _ORDERS = (DEFAULT_ORDER, "tp-cp-ep-pp-dp")
 
 
@@ -338,20 +339,35 @@ def _expert_degrees(
     return degrees
 
 
+def interleaved_cut(layers: int, pp: int, vpp: int) -> tuple[int, int] | None:
+    """Layers that (first, last) stage give up so that pp * vpp equal chunks come out.
+
+    Megatron-core can count embedding and head as a layer each; None where that is not enough.
+    """
+    for first, last in ((0, 0), (0, 1), (1, 1)):
+        chunk, rest = divmod(layers + first + last, pp * vpp)
+        if rest == 0 and chunk * vpp > max(first, last):
+            return first, last
+    return None
+
+
 def _interleavings(
     space: Space, graph: BlockGraph, pp: int, micro_batches: int, options: PlanOptions, backend: str
 ) -> list[int]:
     degrees = []
     wanted = options.pins.get("vpp")
     layers = graph.num_layers
-    for vpp in wanted or ([1] if pp == 1 or backend == "deepspeed" else [1, 2, 3, 4, 5, 6, 8]):
+    for vpp in wanted or ([1] if pp == 1 or backend == "deepspeed" else _INTERLEAVINGS):
         reason = ""
         if vpp > 1 and backend == "deepspeed":
             reason = "the deepspeed backend has no interleaved stages"
         elif vpp > 1 and pp == 1:
             reason = "interleaved stages need pp > 1"
-        elif vpp > 1 and layers % (pp * vpp):
-            reason = f"{layers} layers do not divide into pp * vpp = {pp * vpp} equal chunks"
+        elif vpp > 1 and interleaved_cut(layers, pp, vpp) is None:
+            reason = (
+                f"{layers} layers do not divide into pp * vpp = {pp * vpp} equal chunks, nor with "
+                "embedding and head counted as layers"
+            )
         elif vpp > 1 and micro_batches % pp:
             reason = f"interleaving needs micro-batches in multiples of pp={pp}"
         if not reason:
