@@ -35,7 +35,7 @@ class Framework:
             gradients copied, unscaled, normed, flattened.
         pipeline_overlap: share of stage-to-stage sends hidden under compute (interleaved stages).
         scatter_sends: tp ranks send a slice each and gather it after the boundary.
-        bucket_buffers: buckets allocated for good.
+        bucket_elements: gradients that a buffer allocated for good holds.
         zero3_overlap: ZeRO-3 parameter gathers are prefetched under compute.
         optimizer_bytes_moved: bytes moved per parameter (of the local shard) by the optimizer step.
         step_overhead_s: host work per step: data, scheduler, logging, loss scaling.
@@ -86,7 +86,7 @@ class Framework:
     step_bytes_moved: float = 0.0
     pipeline_overlap: float = 0.8
     scatter_sends: bool = True
-    bucket_buffers: int = 0
+    bucket_elements: float = 0.0
     zero3_overlap: bool = True
     optimizer_bytes_moved: float = 34.0
     step_overhead_s: float = 0.01
@@ -163,14 +163,13 @@ DEEPSPEED = Framework(
     reduce_scatter=False,
     eager_blocks=True,
     expert_imbalance=1.2,
-    master_gradient_bytes=4.0,
     fp32_partition_copy=True,
     elementwise_passes=1.65,
     gradient_overlap=False,
     parameter_overlap=False,
     pipeline_overlap=0.0,
     scatter_sends=False,
-    bucket_buffers=2,
+    bucket_elements=5e8,
     step_overhead_s=0.005,
     context_bytes=3.0e9,
     fragmentation=0.05,

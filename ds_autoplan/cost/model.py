@@ -130,9 +130,13 @@ class AnalyticCostModel:
     def fixed_bytes(self, degrees: Degrees) -> float:
         """Bytes per rank that no layer causes: context, communication buffers."""
         buffers = 0.0
-        if degrees.dp * degrees.cp > 1 and self.framework.bucket_buffers:
-            local = self.graph.num_parameters * self.setting.element / degrees.tp / degrees.pp
-            buffers = min(local, self.framework.bucket_bytes) * self.framework.bucket_buffers
+        if degrees.dp * degrees.cp > 1 and self.framework.bucket_elements:
+            element = self.setting.element
+            buffers = self.framework.bucket_elements * element
+            # Without ZeRO only what is reduced gets copied; memory that a CPU never touches is free.
+            if degrees.zero_stage == 0 or self.topology.device.architecture == "cpu":
+                local = self.graph.num_parameters * element / degrees.tp / degrees.pp
+                buffers = min(buffers, local)
         if self.topology.device.architecture == "cpu":
             return buffers
         return self.framework.context_bytes + buffers
