@@ -89,8 +89,14 @@ def test_pcie_only_box_takes_pp_before_tp() -> None:
 
 
 def test_memory_makes_some_layers_checkpoint_not_all() -> None:
-    options = PlanOptions(pins={"tp": 2, "pp": 8}, memory_reserve_gb=10.0)
-    found = plan("llama-2-70b", "4x8xA100-SXM-80GB", Workload(2048, 512), options)
+    pins = {"tp": 2, "pp": 8, "micro_batch_size": 1, "activation_checkpointing": "none"}
+    free = PlanOptions(pins=pins, memory_reserve_gb=0.0)
+    roomy = plan("llama-2-70b", "4x8xA100-SXM-80GB", Workload(2048, 512), free)
+    del pins["activation_checkpointing"]
+    # 5 GB less than the first stage needs to keep everything
+    reserve = roomy.stages[0].margin_bytes / 1e9 + 5.0
+    tight = PlanOptions(pins=pins, memory_reserve_gb=reserve)
+    found = plan("llama-2-70b", "4x8xA100-SXM-80GB", Workload(2048, 512), tight)
     assert 0 < checkpointed(found) < 80
     # the first stages keep most micro-batches in flight: they checkpoint more
     by_stage = [0] * found.degrees.pp
