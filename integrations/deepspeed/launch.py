@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +113,12 @@ def initialize(
 def _start_distributed(port: int, required: bool | None) -> None:
     import deepspeed
 
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        # The first collectives come before DeepSpeed's engine picks this rank's GPU.
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(local_rank)
+    else:
         # DeepSpeed would compile a shared-memory op at first use: a minute, and a stale lock if killed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import psutil
 import torch
 from torch import nn
 
@@ -65,4 +66,4 @@ def base_bytes(model: nn.Module) -> int:
     if torch.cuda.is_available():
         return 0
     held = sum(p.numel() * p.element_size() for p in model.parameters())
-    return max(0, peak_bytes() - held)
+    return max(0, psutil.Process().memory_info().rss - held)

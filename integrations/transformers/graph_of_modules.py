@@ -6,7 +6,7 @@ ZeRO, activation checkpointing (where the model has blocks) and the micro-batch 
 
 from __future__ import annotations
 
-from ds_autoplan.integrations.transformers.structure import largest_stack
+from ds_autoplan.integrations.transformers.structure import stack_of_blocks
 from torch import nn
 
 from ds_autoplan.errors import UnsupportedError
@@ -22,7 +22,7 @@ def graph_of_modules(model: nn.Module, refusal: str) -> BlockGraph:
     """
     name = type(model).__name__
     try:
-        stack_name, stack = largest_stack(model)
+        stack_name, stack = stack_of_blocks(model)
         blocks = list(stack)
     except UnsupportedError:
         stack_name, blocks = "", []

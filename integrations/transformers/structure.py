@@ -14,6 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from ds_autoplan.integrations.transformers.declared import (
+    contradiction,
+    declared_mlp,
+    declared_stack,
+    declared_styles,
+)
 from ds_autoplan.integrations.transformers.layouts import (
     ATTENTION_LAYOUTS,
     ATTENTION_NAMES,
@@ -132,13 +138,14 @@ def analyse(model: nn.Module) -> ModelStructure:
             "Tensor and pipeline parallelism take models that end in ForCausalLM.",
             remedy,
         )
-    blocks_name, stack = largest_stack(model)
+    blocks_name, stack = stack_of_blocks(model)
+    styles = declared_styles(model, blocks_name)
     names = {id(module): dotted for dotted, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or head is None or id(head) not in names:
         raise UnsupportedError(f"{name} has no word embedding or no output layer.", "", remedy)
     blocks = [
-        _block(config.model_type, index, f"{blocks_name}.{index}", module)
+        _block(config.model_type, index, f"{blocks_name}.{index}", module, styles)
         for index, module in enumerate(stack)
     ]
     record = _record_call(model, blocks_name, stack)
@@ -160,12 +167,13 @@ def analyse(model: nn.Module) -> ModelStructure:
     return structure
 
 
-def largest_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of blocks that holds most weights, and its name.
+def stack_of_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of blocks and its name: the one the model declares, else the one with most weights.
 
     Raises:
         UnsupportedError: the model has no such list.
     """
+    declared = declared_stack(model)
     stacks = [
         (name, module)
         for name, module in model.named_modules()
@@ -177,6 +185,9 @@ def largest_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
             "Blocks are recognised as the model's largest torch.nn.ModuleList.",
             "It can be planned with data parallelism only (tp = pp = 1).",
         )
+    for name, stack in stacks:
+        if name == declared:
+            return name, stack
     return max(stacks, key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
@@ -186,9 +197,11 @@ def _outside_of_stacks(model: nn.Module, name: str) -> bool:
     return not any(isinstance(model.get_submodule(parent), nn.ModuleList) for parent in parents)
 
 
-def _block(model_type: str, index: int, name: str, module: nn.Module) -> Block:
-    attention, mlp = _attention(model_type, module), _mlp(module)
-    refusal = ""
+def _block(
+    model_type: str, index: int, name: str, module: nn.Module, styles: dict[str, str]
+) -> Block:
+    attention, mlp = _attention(model_type, module), _mlp(module, styles)
+    refusal = contradiction(styles, *_recognised(attention, mlp))
     if attention is None and mlp is None:
         refusal = (
             f"{name} ({type(module).__name__}, model type {model_type!r}) holds no attention and no "
@@ -214,6 +227,20 @@ def _known_weights(attention: AttentionPart | None, mlp: MlpPart | None) -> set[
         for name in (*mlp.columns, mlp.row):
             known.add(id(mlp.module.get_submodule(name)))
     return known
+
+
+def _recognised(attention: AttentionPart | None, mlp: MlpPart | None) -> tuple[set[str], set[str]]:
+    """Names within the block of what is taken as column-parallel and as row-parallel."""
+    columns: set[str] = set()
+    rows: set[str] = set()
+    if attention is not None:
+        columns |= {f"{attention.name}.{item}" for item in attention.layout.names}
+        rows.add(f"{attention.name}.{attention.layout.out}")
+    if mlp is not None:
+        prefix = f"{mlp.name}." if mlp.name else ""
+        columns |= {prefix + item for item in mlp.columns}
+        rows.add(prefix + mlp.row)
+    return columns, rows
 
 
 def _attention(model_type: str, block: nn.Module) -> AttentionPart | None:
@@ -249,12 +276,13 @@ def _attention_part(name: str, module: nn.Module, layout: AttentionLayout) -> At
     return AttentionPart(name, module, layout, projections, heads, kv_heads, width)
 
 
-def _mlp(block: nn.Module) -> MlpPart | None:
+def _mlp(block: nn.Module, styles: dict[str, str]) -> MlpPart | None:
     for name in MLP_NAMES:
         module = block if name == "" else getattr(block, name, None)
         if not isinstance(module, nn.Module):
             continue
-        for columns, row in MLP_LAYOUTS:
+        declared = declared_mlp(styles, name)
+        for columns, row in ((declared,) if declared else ()) + MLP_LAYOUTS:
             if not all(
                 isinstance(getattr(module, item, None), nn.Module) for item in (*columns, row)
             ):
@@ -347,6 +375,12 @@ def _record_call(model: nn.Module, blocks_name: str, stack: nn.ModuleList) -> _R
     try:
         with _quiet_forward(model), torch.enable_grad():
             model(input_ids=tokens, use_cache=False)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} could not be called with input_ids alone: {error}.",
+            "How its blocks are called is recorded from such a call.",
+            "It can be planned with data parallelism only (tp = pp = 1).",
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
