@@ -139,8 +139,10 @@ def exchange_s(
             if below > 1 and deduplicated:
                 sent = groups * (1.0 - (1.0 - 1.0 / groups) ** copies)
             leaving = sent * (groups - 1) / groups
-            if below == 1 and not deduplicated:
-                leaving = copies * (count - 1) / ranks if count < ranks else leaving
+            if below == 1:
+                # Plain copies for other nodes leave over the outer links; deduplicated ones are
+                # copied to their ranks inside the node they reach.
+                leaving = copies * (count - 1) / (count if deduplicated else ranks)
             bandwidth = level_bandwidth(level, count, 1, "all_to_all")
             slowest = max(slowest, token_bytes * leaving / bandwidth)
             latency += (count - 1) * level.latency_s
