@@ -1,0 +1,238 @@
+"""The commands: exit status, JSON only, one readable message, start-up without heavy imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_autoplan.cli import main
+from ds_autoplan.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ["--model", "llama-2-7b", "--cluster", "1x8xA100-SXM-80GB", "--seq-length", "2048"]
+JOB += ["--global-batch-size", "128"]
+HEAD_KEYS = {
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "vpp",
+    "zero_stage",
+    "micro_batch_size",
+    "num_micro_batches",
+    "order",
+    "step_s",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "mfu",
+    "uncalibrated_fraction",
+    "stages",
+    "layers",
+    "solver",
+    "fingerprint",
+    "schema_version",
+    "deepspeed",
+}
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(list(words))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_plan_json_is_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(capsys, "plan", *JOB, "--json")
+    assert status == 0
+    assert err == ""
+    answer = json.loads(out)
+    assert set(answer) == {"plan", "alternatives", "excluded"}
+    assert set(answer["plan"]) >= HEAD_KEYS
+    stage, layer = answer["plan"]["stages"][0], answer["plan"]["layers"][0]
+    assert {"first_layer", "last_layer", "time_s", "peak_bytes", "memory"} <= set(stage)
+    assert {"index", "name", "stage", "sharding", "sequence_parallel"} <= set(layer)
+    solver = answer["plan"]["solver"]
+    assert {"status", "objective_s", "bound_s", "gap", "seconds"} <= set(solver)
+    assert {"candidates", "solved", "pruned"} <= set(solver)
+    assert len(answer["alternatives"]) == 3
+    assert all(item["why"] and item["tp"] for item in answer["alternatives"])
+    assert all(set(item) == {"candidate", "reason"} for item in answer["excluded"])
+    assert "NaN" not in out
+    assert "Infinity" not in out
+
+
+def test_plan_out_explain_and_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    a, b = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    assert call(capsys, "plan", *JOB, "--out", a)[0] == 0
+    assert call(capsys, "plan", *JOB, "--out", b, "--pin", "tp=2", "--pin", "pp=1,2")[0] == 0
+    assert Plan.load(b).degrees.tp == 2
+    status, out, _ = call(capsys, "explain", a)
+    assert status == 0
+    for text in ("Plan ", "stage", "runner-up", "Assumes:", "margin GB", "excluded"):
+        assert text in out
+    status, out, _ = call(capsys, "explain", a, "--why-not", "tp=8,pp=1")
+    assert status == 0
+    assert "slower" in out
+    status, out, _ = call(capsys, "explain", a, "--why-not", "pp=2,zero_stage=3", "--json")
+    assert json.loads(out)["verdict"] == "infeasible"
+    status, out, _ = call(capsys, "explain", a, "--json")
+    assert json.loads(out)["layer_groups"]
+    status, out, _ = call(capsys, "diff", a, b)
+    assert status == 0
+    assert "tp" in out
+    status, out, _ = call(capsys, "diff", a, b, "--json")
+    assert json.loads(out)["degrees"]["tp"] == [1, 2]
+    status, out, _ = call(capsys, "diff", a, a)
+    assert "The same plan" in out
+
+
+def test_options_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *JOB, "--json", "--top", "1", "--micro-batch-size", "1,2", "--no-pipeline"]
+    answer = json.loads(call(capsys, *words, "--no-tensor-parallel")[1])
+    head = answer["plan"]
+    assert (head["tp"], head["pp"]) == (1, 1)
+    assert head["micro_batch_size"] in (1, 2)
+    assert len(answer["alternatives"]) <= 1
+
+
+def test_infeasible_is_status_1_with_relaxations(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *JOB, "--pin", "zero_stage=0", "--pin", "tp=1", "--pin", "pp=1"]
+    words += ["--model", "llama-2-13b"]
+    status, out, err = call(capsys, *words, "--json")
+    assert status == 1
+    answer = json.loads(out)
+    assert "does not fit in memory" in answer["error"]
+    assert answer["relaxations"][0]["step_s"] > 0
+    status, out, err = call(capsys, *words)
+    assert status == 1
+    assert out == ""
+    assert err.startswith("ds-autoplan: No plan for llama-2-13b fits in")
+    assert len(err.strip().splitlines()) == 1
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["pln"], "Did you mean 'plan'?"),
+    (["plan"], "required: --model"),
+    (["plan", *JOB, "--modle", "x"], "Did you mean --model?"),
+    (["plan", *JOB, "--precision", "bf61"], "invalid choice: 'bf61'"),
+    (["plan", *JOB, "--model", "llama-2-8b"], "Did you mean"),
+    (["plan", *JOB, "--cluster", "1x8xH1000"], "H1000"),
+    (["plan", *JOB, "--cluster", "nonsense"], "nonsense"),
+    (["plan", *JOB, "--seq-length", "0"], "'0' is not a positive integer"),
+    (["plan", *JOB, "--seq-length", "2k"], "'2k' is not a positive integer"),
+    (["plan", *JOB, "--pin", "pt=4"], "Did you mean 'tp'?"),
+    (["plan", *JOB, "--pin", "tp=0"], "positive integer"),
+    (["plan", *JOB, "--pin", "micro_batch_size=1", "--micro-batch-size", "2"], "Give it once"),
+    (["plan", *JOB, "--time-limit", "-1"], "must be positive"),
+    (["plan", *JOB, "--top", "-1"], "must not be negative"),
+    (["plan", *JOB, "--out", "/no/such/folder/plan.json"], "cannot be written"),
+    (["explain", "/no/such/plan.json"], "does not exist"),
+    (["explain"], "required: PLAN.json"),
+    (["diff", "/no/such/plan.json", "/no/such/plan.json"], "does not exist"),
+    (["estimate", *JOB], "required: --tp"),
+    (["validate", "/no/such/runs.jsonl"], "does not exist"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_input_is_status_2_with_one_message(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    status, out, err = call(capsys, *words)
+    assert status == 2
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
+    status, out, err = call(capsys, *words, "--json")
+    assert status == 2
+    assert json.loads(out)["error"]
+
+
+def test_a_plan_file_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    for text in ("{", "[]", "{}", '{"plan": {"schema_version": 99}}'):
+        path.write_text(text)
+        status, _, err = call(capsys, "explain", str(path))
+        assert status == 2
+        assert "plan" in err
+
+
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("plan", "explain", "diff", "estimate", "validate"):
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert f"ds-autoplan {name}" in capsys.readouterr().out.split("example:")[1]
+    assert call(capsys, "--help")[0] == 0
+    assert call(capsys)[0] == 2
+
+
+def test_estimate_of_the_plan_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan with one strategy and an even cut costs what estimate says."""
+    pins = {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 1, "micro_batch_size": 1}
+    words = ["plan", *JOB, "--json", "--pin", "activation_checkpointing=selective"]
+    words += ["--pin", "sequence_parallel=true", "--pin", "attention=heads", "--pin", "mlp=shard"]
+    for name, value in pins.items():
+        words += ["--pin", f"{name}={value}"]
+    head = json.loads(call(capsys, *words)[1])["plan"]
+    words = ["estimate", *JOB, "--json", "--sequence-parallel"]
+    words += ["--activation-checkpointing", "selective"]
+    for name, value in pins.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    answer: dict[str, Any] = json.loads(call(capsys, *words)[1])
+    if [stage["last_layer"] for stage in head["stages"]] == [15, 31]:
+        assert answer["step_s"] == pytest.approx(head["step_s"], rel=1e-9)
+    assert head["step_s"] <= answer["step_s"] * (1 + 1e-9)
+    assert set(answer) >= {"step_s", "tokens_per_s_per_gpu", "peak_bytes", "breakdown_s", "memory"}
+    assert len(answer["memory"]) == len(answer["peak_bytes"]) == 2
+    keys = {"parameters", "gradients", "optimizer", "activations", "workspace", "overhead"}
+    assert set(answer["memory"][0]) == keys
+
+
+def test_estimate_refuses_degrees_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", *JOB, "--zero-stage", "0", "--tp", "2", "--pp", "1"]
+    status, _, err = call(capsys, *words, "--dp", "2", "--micro-batch-size", "1")
+    assert status == 1
+    assert "4 ranks, the cluster has 8 devices" in err
+    status, _, err = call(capsys, *words, "--dp", "4", "--micro-batch-size", "5")
+    assert status == 1
+    assert "does not divide the global batch" in err
+
+
+def test_planning_imports_no_heavy_package() -> None:
+    heavy = (
+        "('torch', 'transformers', 'deepspeed', 'megatron', 'pydantic', 'rich', 'numpy', 'pulp')"
+    )
+    code = (
+        "import sys, io, contextlib\n"
+        "from ds_autoplan.cli import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        f"    status = main({['plan', *JOB, '--json']!r})\n"
+        f"print(status, [name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "0 []"
+
+
+def test_module_runs_as_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_autoplan", "plan", "--model", "nope", *JOB[2:]],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "There is no model 'nope'" in done.stderr
