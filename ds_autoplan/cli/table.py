@@ -113,6 +113,12 @@ def plan_text(plan: Plan) -> str:
         f"Search: {solver.candidates} candidates, {solver.solved} solved, {solver.pruned} pruned, "
         f"{solver.status}, gap {solver.gap:.2g}, {solver.seconds:.2f} s",
     ]
+    proof = plan.report.get("proof")
+    if proof:
+        parts.append(
+            f"Proof: {proof.get('solver', '')} {proof['status']}"
+            + (f", bound {seconds(proof['bound_s'])}" if "bound_s" in proof else "")
+        )
     if plan.alternatives:
         rows = [
             [degrees_text(other), seconds(other["step_s"]), other["why"]]

@@ -308,3 +308,20 @@ def test_pins_are_checked() -> None:
     for text in ("tp", "tp=", "=4", "tp=x"):
         with pytest.raises(BadInputError):
             parse_pins([text])
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "pins"),
+    [
+        ("llama-2-7b", CLUSTER, {}),
+        ("llama-2-7b", "1x8xRTX4090", {}),  # pp 4, memory binds
+        ("gemma-2-9b", CLUSTER, {"pp": 4}),  # two block classes
+    ],
+)
+def test_highs_proves_the_winner(model: str, cluster: str, pins: dict[str, Any]) -> None:
+    found = plan(model, cluster, SEVEN, PlanOptions(pins=pins, prove=True))
+    proof = found.report["proof"]
+    assert proof["status"] == "optimal"
+    assert proof["agrees"]
+    assert proof["gap"] <= 1e-6
+    assert proof["objective_s"] == pytest.approx(found.solver.objective_s, rel=1e-6)
