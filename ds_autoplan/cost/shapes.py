@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from ds_autoplan.model.graph import Attention, BlockClass, Operator
 from ds_autoplan.strategy import Degrees, Strategy
 
-QUERY_ROLES = frozenset({"q"})
-KEY_VALUE_ROLES = frozenset({"k", "v"})
-MLP_COLUMN_ROLES = frozenset({"gate", "up", "gate_up"})
+QUERY_ROLES = frozenset({"q", "q_b", "kv_b", "cross_q"})
+KEY_VALUE_ROLES = frozenset({"k", "v", "cross_k", "cross_v"})
+ATTENTION_OUT_ROLES = frozenset({"attention_out", "cross_out"})
+MLP_COLUMN_ROLES = frozenset({"gate", "up", "gate_up", "shared_up"})
+MLP_ROW_ROLES = frozenset({"down", "shared_down"})
 EXPERT_KINDS = frozenset({"experts"})
 
 
@@ -108,17 +110,17 @@ def local_block(
             share = features_per_rank(operator, block, ways_attention)
             weights *= share / n if n else 1.0
             n = share
-        elif operator.role == "attention_out":
+        elif operator.role in ATTENTION_OUT_ROLES:
             part = "attention"
             k /= ways_attention
             weights /= ways_attention
         elif operator.role in MLP_COLUMN_ROLES:
             n /= ways_mlp
             weights /= ways_mlp
-        elif operator.role == "down":
+        elif operator.role in MLP_ROW_ROLES:
             k /= ways_mlp
             weights /= ways_mlp
-        elif operator.role == "other":
+        elif operator.role in ("other", "q_a", "kv_a"):
             part = "attention"
         gemms.append(Gemm(tokens, k, n, 1.0, part))
         parameters += weights
