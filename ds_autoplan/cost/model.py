@@ -17,6 +17,7 @@ from ds_autoplan.cost.frameworks import BY_BACKEND, Framework
 from ds_autoplan.cost.interface import LayerCost, StageAssignment, StageEstimate, StepEstimate
 from ds_autoplan.cost.kernels import kernels_for
 from ds_autoplan.cost.layer import Detail, Setting, Work, block_cost, block_work
+from ds_autoplan.cost.ranges import UNCALIBRATED_SPREAD, Spread, nearest_spread
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
@@ -305,8 +306,16 @@ class AnalyticCostModel:
         return min(1.0, loose / step_s) if step_s > 0 else 0.0
 
     def _range(self, uncalibrated: float) -> tuple[float, float]:
-        spread = 0.10 + 0.25 * uncalibrated
-        return 1.0 - spread, 1.0 + spread
+        """Factors on the step time between which nine of ten measured runs would lie."""
+        spread = self._spread().half_width + UNCALIBRATED_SPREAD * uncalibrated
+        return 1.0 / (1.0 + spread), 1.0 + spread
+
+    def _spread(self) -> Spread:
+        mixture = any(block.mlp and block.mlp.num_experts for block in self.graph.classes)
+        device = self.topology.device
+        return nearest_spread(
+            self.framework.name, device.architecture, self.workload.precision, mixture
+        )
 
     def _assumptions(self) -> tuple[str, ...]:
         framework = self.framework
@@ -315,4 +324,5 @@ class AnalyticCostModel:
             f"gradient reduction {hidden} ({framework.name})",
             f"{framework.tp_overlap:.0%} of tensor-parallel traffic hides under GEMMs",
             "all groups of an axis communicate at the same time and share the NICs",
+            f"range from the nearest measured runs ({self._spread().family})",
         )

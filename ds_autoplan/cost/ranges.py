@@ -1,0 +1,50 @@
+"""How far a prediction may be off: the residuals of the nearest family of measured runs.
+
+data/residuals.json holds, by engine, device architecture, precision and kind of model, the 90th
+percentile of |predicted / measured - 1| when each family is predicted with constants fitted on the others
+(`python -m benchmarks.cost_model RUNS.jsonl --leave-one-out --residuals FILE`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# Engines without published runs count as the one that works most alike.
+KIN = {"deepspeed": "fsdp"}
+# Error added per share of the step that rests on uncalibrated constants (matmul rates of devices without
+# a measured run differ by this much from the share of the vendor's peak that is assumed).
+UNCALIBRATED_SPREAD = 0.25
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Relative half-width of a range, and the runs it comes from."""
+
+    half_width: float
+    family: str
+
+
+@cache
+def _table() -> list[dict[str, Any]]:
+    path = Path(__file__).with_name("data") / "residuals.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return rows
+
+
+def nearest_spread(engine: str, architecture: str, precision: str, mixture: bool) -> Spread:
+    """The spread of the cell most like the setting: kind of model first, then precision, engine, device."""
+    wanted = KIN.get(engine, engine)
+    bits = "8-bit" if precision in ("fp8", "fp4") else "16-bit"
+
+    def distance(row: dict[str, Any]) -> tuple[int, int]:
+        far = 8 * (row["mixture"] != mixture) + 4 * (row["precision"] != bits)
+        far += 2 * (row["engine"] != wanted) + (row["architecture"] != architecture)
+        return far, -int(row["runs"])
+
+    found = min(_table(), key=distance)
+    name = f"{found['engine']}, {found['architecture']}, {found['precision']}"
+    return Spread(float(found["p90"]), f"{name}, {found['runs']} runs")
