@@ -35,6 +35,11 @@ NIC_EFFICIENCY = 0.96
 ALIGNED_DOMAIN = {72: 64}
 _SPEC = re.compile(r"^(\d+)x(\d+)x([^,]+)((?:,[^,]+)*)$")
 _ALIASES = {"V100": "V100-SXM2-32GB", "A100": "A100-SXM-80GB", "H100": "H100-SXM-80GB"}
+_ALIASES.update(
+    {"A100-SXM": "A100-SXM-80GB", "H100-SXM": "H100-SXM-80GB", "H100-SXM5": "H100-SXM-80GB"}
+)
+_ALIASES.update({"H100-PCIE-80GB": "H100-PCIe"})
+_ALIASES.update({"H200-SXM": "H200-SXM-141GB", "H200-141GB": "H200-SXM-141GB"})
 _ALIASES.update({"H200": "H200-SXM-141GB", "TITANXP": "TITAN-Xp", "A800": "A800-SXM-80GB"})
 _ALIASES.update({"H800": "H800-SXM-80GB", "RTX-3090": "RTX3090", "RTX-4090": "RTX4090"})
 
@@ -47,6 +52,19 @@ def device_table() -> dict[str, dict[str, Any]]:
     return table
 
 
+def _canonical(name: str) -> str:
+    """A device name without what vendors and clouds add or drop: "A100-SXM4-80GB", "a100 80gb"."""
+    text = re.sub(r"^(nvidia|amd)[ -]*", "", name.strip().lower())
+    text = re.sub(r"[ _-]+", "-", text).removesuffix("-hbm3")
+    text = re.sub(r"(sxm|nvl)\d", r"\1", text)
+    return re.sub(r"-(sxm|oam)(?=-|$)", "", text)
+
+
+@cache
+def _canonical_names() -> dict[str, str]:
+    return {_canonical(name): name for name in device_table()}
+
+
 def device_facts(name: str) -> dict[str, Any]:
     """The bundled facts of device `name` (case does not matter).
 
@@ -55,9 +73,9 @@ def device_facts(name: str) -> dict[str, Any]:
     """
     table = device_table()
     wanted = _ALIASES.get(name.upper(), name)
-    for known in table:
-        if known.lower() == wanted.lower():
-            return {"name": known, **table[known]}
+    known = _canonical_names().get(_canonical(wanted))
+    if known is not None:
+        return {"name": known, **table[known]}
     near = difflib.get_close_matches(wanted.upper(), [item.upper() for item in table], 1, 0.3)
     hint = next((item for item in table if near and item.upper() == near[0]), "H100-SXM-80GB")
     raise BadInputError(

@@ -30,6 +30,7 @@ MATMUL_SHARE = {
     "volta": 0.8,
     "ampere": 0.84,
     "hopper": 0.78,
+    "cdna2": 0.6,
     "cdna3": 0.55,
     "cdna4": 0.63,
     "cpu": 0.9,

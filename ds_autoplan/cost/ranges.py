@@ -35,6 +35,7 @@ def _table() -> list[dict[str, Any]]:
     return rows
 
 
+@cache
 def nearest_spread(engine: str, architecture: str, precision: str, mixture: bool) -> Spread:
     """The spread of the cell most like the setting: kind of model first, then precision, engine, device."""
     wanted = KIN.get(engine, engine)

@@ -28,6 +28,8 @@ from ds_autoplan.workload import Workload
 # query and key/value, head dims without and with rotary, and of values.
 MLA = {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
 FINE_GRAINED_EXPERTS = 64
+# Where a run does not say: GPT-2's vocabulary, padded.
+ASSUMED_VOCABULARY = 51200
 # Load of the busiest expert rank over the mean where routing is not forced to be even.
 UNBALANCED_EXPERTS = 1.1
 
@@ -60,7 +62,7 @@ def read_row(data: dict[str, Any]) -> Row:
     """
     try:
         return _read(data)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, AutoplanError):
             raise
         raise BadInputError(
@@ -220,8 +222,10 @@ def peak_kind_of(data: dict[str, Any]) -> str:
 def topology_of(data: dict[str, Any]) -> Topology:
     """The cluster, with the network that `interconnect` states where it states one."""
     hardware = data["hardware"]
-    per_node = int(hardware["gpus_per_node"])
-    nodes = int(hardware["nodes"])
+    total = int(hardware.get("n_gpus") or hardware["gpus_per_node"] * hardware["nodes"])
+    # Where the source does not say: eight to a node.
+    per_node = int(hardware.get("gpus_per_node") or min(8, total))
+    nodes = int(hardware.get("nodes") or -(-total // per_node))
     text = str(hardware.get("interconnect") or "")
     gbit: float | None = None
     if match := re.search(r"(\d+)x(\d+)\s*Gb", text):
@@ -269,7 +273,7 @@ def graph_of(data: dict[str, Any]) -> BlockGraph:
     """A :class:`BlockGraph` of the row's model."""
     model = data["model"]
     hidden, layers = int(model["hidden"]), int(model["layers"])
-    vocab = int(model["vocab"])
+    vocab = int(model.get("vocab") or ASSUMED_VOCABULARY)
     notes = str(data.get("notes", "")).lower()
     experts = int(model.get("experts") or 0)
     dense_first = int(model.get("dense_layers") or 0)
@@ -315,7 +319,8 @@ def _linear(name: str, role: str, k: int, n: int) -> Operator:
 
 
 def _attention_operators(model: dict[str, Any]) -> tuple[Attention, tuple[Operator, ...]]:
-    hidden, heads = int(model["hidden"]), int(model["heads"])
+    hidden = int(model["hidden"])
+    heads = int(model.get("heads") or max(1, hidden // 128))
     kv_heads = int(model.get("kv_heads") or heads)
     if str(model.get("attention") or "").upper() == "MLA":
         key = MLA["nope"] + MLA["rope"]
@@ -340,7 +345,9 @@ def _block(
 ) -> BlockClass:
     hidden, gated = int(model["hidden"]), bool(model.get("gated_mlp"))
     shape, operators = attention
-    inner = int(model.get("moe_ffn") or model["ffn"]) if experts else int(model["ffn"])
+    # An MLP whose width is not stated is four times as wide as the model, gated ones 8/3.
+    usual = model.get("ffn") or (8 * hidden // 3 if gated else 4 * hidden)
+    inner = int(model.get("moe_ffn") or usual) if experts else int(usual)
     shared = int(model.get("shared_ffn") or 0) if experts else 0
     top_k = int(model.get("topk") or 1) if experts else 0
     wide = 2 if gated else 1
