@@ -9,6 +9,7 @@ earlier stage the forward ends after the last own block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class StageCut:
             for name in structure.prologue:
                 if name not in shared:
                     replace_module(
-                        model, name, ZerosLike(structure.widths[name], _dtype(model, name))
+                        model, name, ZerosLike(structure.widths[name], self._dtype)
                     )
             owned[0].module.register_forward_pre_hook(self._receive, with_kwargs=True)
         if not self.is_last:
@@ -71,6 +72,11 @@ class StageCut:
             return end.hidden
         finally:
             self.received = None
+
+    def _dtype(self) -> torch.dtype:
+        """Type of the hidden states: an engine may cast the model after it was cut."""
+        assert self.received is not None
+        return self.received.dtype
 
     def _receive(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
@@ -101,8 +107,8 @@ class SkippedBlock(nn.Module):
 class ZerosLike(nn.Module):
     """Stands for an embedding (or a norm or projection after it) on a stage that does not own it."""
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        """Give zeros whose last dimension is `width`."""
+    def __init__(self, width: int, dtype: Callable[[], torch.dtype]) -> None:
+        """Give zeros whose last dimension is `width`, of the type that `dtype` answers at each call."""
         super().__init__()
         self.width, self.dtype = width, dtype
 
@@ -110,8 +116,4 @@ class ZerosLike(nn.Module):
         """Token ids [...] -> zeros [..., width]; hidden states [..., any] -> zeros [..., width]."""
         is_hidden = input_.is_floating_point() and input_.dim() > 2
         shape = input_.shape[:-1] if is_hidden else input_.shape
-        return torch.zeros((), dtype=self.dtype, device=input_.device).expand(*shape, self.width)
-
-
-def _dtype(model: nn.Module, name: str) -> torch.dtype:
-    return next(model.get_submodule(name).parameters()).dtype
+        return torch.zeros((), dtype=self.dtype(), device=input_.device).expand(*shape, self.width)
