@@ -1,16 +1,16 @@
-"""Fit the cost model's constants on measured runs, and tell how well it predicts families it has not seen.
+"""Fit the cost model's constants on measured runs, and predict families it has not seen.
 
     python -m benchmarks.cost_model RUNS.jsonl                  errors with the shipped constants
     python -m benchmarks.cost_model RUNS.jsonl --fit            fit all constants, print old and new
     python -m benchmarks.cost_model RUNS.jsonl --leave-one-out  fit without each family, predict it
     python -m benchmarks.cost_model RUNS.jsonl --residuals F    write the table that gives ranges
 
-A family is one publisher's runs with one engine. Leaving it out also resets what only it could have taught:
-constants of an engine that no other family uses go back to the generic engine's.
+A family is one publisher's runs with one engine. Leaving it out also resets what only it could
+have taught: constants of an engine that no other family uses go back to the generic engine's.
 
 The fit minimises sum_i w_i * huber(log(predicted_i / measured_i)) over bounded constants by
-Levenberg-Marquardt with a numeric Jacobian; w_i falls with the size of a row's family, so that a table with
-a hundred near-equal rows does not outweigh ten varied ones.
+Levenberg-Marquardt with a numeric Jacobian; w_i falls with the size of a row's family, so that a
+table with a hundred near-equal rows does not outweigh ten varied ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`ds-autoplan validate`: price measured runs and compare.
 
-time_error = predicted / measured - 1. The regret of a ranking group is the measured step time of the
-setting predicted fastest over the measured fastest, minus 1 (1.0 where the chosen one ran out of memory).
-A run that cannot be priced stays in the output as `supported: false` with its reason.
+time_error = predicted / measured - 1. The regret of a ranking group is the measured step time of
+the setting predicted fastest over the measured fastest, minus 1 (1.0 where the chosen one ran out
+of memory). A run that cannot be priced stays in the output as `supported: false` with its reason.
 """
 
 from __future__ import annotations

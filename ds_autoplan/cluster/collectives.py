@@ -1,8 +1,8 @@
 r"""Seconds of collectives on a :class:`~ds_autoplan.cluster.topology.Topology`.
 
-Notation: a group of q ranks spans q = q_0 * q_1 * ... ways over the levels; S is the full buffer (of one
-rank, before a reduce-scatter or after an all-gather); B_l a level's bandwidth per device; k_l =
-q_0 * ... * q_{l-1} the members below level l, whose links the group may use together:
+Notation: a group of q ranks spans q = q_0 * q_1 * ... ways over the levels; S is the full buffer
+(of one rank, before a reduce-scatter or after an all-gather); B_l a level's bandwidth per device;
+k_l = q_0 * ... * q_{l-1} the members below level l, whose links the group may use together:
 
     volume          phi(q) * S, phi = 2(q-1)/q all-reduce, (q-1)/q all-gather and reduce-scatter,
                     (q-1)/q all-to-all (S: what one rank holds)
@@ -11,9 +11,9 @@ q_0 * ... * q_{l-1} the members below level l, whose links the group may use tog
     hierarchical    reduce-scatter inside, all-reduce of S/q_in across, all-gather inside
     all-to-all      per level, what leaves over it / its bandwidth; levels work at the same time
 
-The minimum over the levels says that groups running at the same time share the NICs: a group with one
-member a node gets one device's share, a group with all eight gets eight. An all-reduce is never priced
-below a reduce-scatter of the same buffer.
+The minimum over the levels says that groups running at the same time share the NICs: a group with
+one member a node gets one device's share, a group with all eight gets eight. An all-reduce is
+never priced below a reduce-scatter of the same buffer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import math
 
 from ds_autoplan.cluster.topology import Level, Topology
 
-# NCCL's tree: growth of all-reduce latency per doubling of nodes. Fitted on the H100 scans of 4 to 1024
-# nodes (64 MB to 8 GB points; "alpha" 149, 225, 307, 464, 514, 633, 778 us); stas00/ml-engineering@744d01e18b
-# network/images/nccl-all-reduce-scan-nvlstree.png and arXiv 2411.13055.
+# NCCL's tree: growth of all-reduce latency per doubling of nodes. Fitted on the H100 scans of 4 to
+# 1024 nodes (64 MB to 8 GB points; "alpha" 149, 225, 307, 464, 514, 633, 778 us);
+# stas00/ml-engineering@744d01e18b network/images/nccl-all-reduce-scan-nvlstree.png and arXiv
+# 2411.13055.
 TREE_LATENCY_PER_HOP_S = 75e-6
 # Start of a collective whatever its size: 22.2 to 25.6 us fixed (MooreThreads/SimuMax@4dcaae5
-# configs/system/b200: network), 23 us fitted on 8 H100 (NVIDIA/dgxc-benchmarking@841f546 nccl/README.md).
+# configs/system/b200: network), 23 us fitted on 8 H100 (NVIDIA/dgxc-benchmarking@841f546
+# nccl/README.md).
 START_S = 22e-6
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -124,7 +126,8 @@ def exchange_s(
 ) -> float:
     """All-to-all in which every token goes to `copies` ranks of the group, evenly.
 
-    Plain: each copy travels by itself. Deduplicated: over a link level between groups a token travels
+    Plain: each copy travels by itself. Deduplicated: over a link level between groups a token
+        travels
     once per distinct group it visits, and is copied there; with n groups and k copies that is
     n * (1 - (1 - 1/n)^k) instead of k.
     """

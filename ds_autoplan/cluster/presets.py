@@ -23,10 +23,11 @@ from ds_autoplan.cluster.topology import Device, Level, Topology
 from ds_autoplan.errors import BadInputError
 
 GIB = 2**30
-# Per-hop latencies with NCCL's protocol cost. NVLink: 8-GPU all-reduce fits of 23 to 59 us over 14 hops
-# (NVIDIA/dgxc-benchmarking@841f546 nccl/README.md, stas00/ml-engineering@744d01e18b network/README.md);
-# PCIe: MooreThreads/SimuMax@4dcaae5 configs/system/a100_pcie.json (5 to 15 us a collective of 2 to 8);
-# network: common InfiniBand/EFA figure for a GPU-to-GPU hop with the proxy thread.
+# Per-hop latencies with NCCL's protocol cost. NVLink: 8-GPU all-reduce fits of 23 to 59 us over 14
+# hops (NVIDIA/dgxc-benchmarking@841f546 nccl/README.md, stas00/ml-engineering@744d01e18b
+# network/README.md); PCIe: MooreThreads/SimuMax@4dcaae5 configs/system/a100_pcie.json (5 to 15 us
+# a collective of 2 to 8); network: common InfiniBand/EFA figure for a GPU-to-GPU hop with the
+# proxy thread.
 HOP_LATENCY_S = {"nvlink": 1.0e-6, "xgmi": 1.5e-6, "pcie": 3e-6, "shm": 60e-6, "network": 8e-6}
 # Payload share of a NIC's line rate: 24 of 25 and 48 of 50 GB/s, stas00/ml-engineering@744d01e18b
 # network/README.md ("single NIC achieved").
@@ -162,8 +163,9 @@ def build_topology(
 
 
 def parse_cluster(spec: str) -> Topology:
-    """Read a cluster: "NODESxGPUSxDEVICE[,nic=400Gb][,nics=4x100Gb][,oversubscription=2]" or a file.
+    """Read a cluster: a spec or a cluster JSON file.
 
+    A spec is "NODESxGPUSxDEVICE[,nic=400Gb][,nics=4x100Gb][,oversubscription=2]":
     `nic` is the network of one GPU, `nics` what one node has for all its GPUs.
 
     Raises:

@@ -1,12 +1,12 @@
 """The machine, as planning sees it: one kind of device and the link levels between devices.
 
-Level 0 joins the devices nearest each other (a node's NVSwitch, a PCIe root), every further level joins
-groups of the one before (nodes over NICs, racks over an oversubscribed switch). A level's bandwidth is
-what one device gets when all devices use it at once, in bytes per second per direction; a group that has
-k members below a level may use the shares of all k.
+Level 0 joins the devices nearest each other (a node's NVSwitch, a PCIe root), every further level
+joins groups of the one before (nodes over NICs, racks over an oversubscribed switch). A level's
+bandwidth is what one device gets when all devices use it at once, in bytes per second per
+direction; a group that has k members below a level may use the shares of all k.
 
-Rank order: device r sits in group r // size of each level. An axis of degree q and stride s (the product
-of the degrees inside it) therefore covers q_l ways at level l, with q = prod(q_l); see
+Rank order: device r sits in group r // size of each level. An axis of degree q and stride s (the
+product of the degrees inside it) therefore covers q_l ways at level l, with q = prod(q_l); see
 :meth:`Topology.span`.
 """
 
@@ -44,7 +44,8 @@ class Level:
         size: devices that one group of this level holds.
         bytes_per_s: achieved bandwidth per device and direction, all devices active.
         latency_s: time of one hop, software included.
-        all_reduce_bytes_per_s: bus bandwidth of an all-reduce with in-network reduction (NVLS), 0: none.
+        all_reduce_bytes_per_s: bus bandwidth of an all-reduce with in-network reduction (NVLS), 0:
+            none.
         all_to_all_bytes_per_s: bandwidth per device of an all-to-all, 0: as `bytes_per_s`.
         pair_bytes_per_s: what two devices alone get on a mesh of links, 0: the links are switched.
     """
@@ -60,7 +61,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """A cluster of equal devices. `levels` go from the inside out; the last one holds all devices."""
+    """A cluster of equal devices; `levels` go from the inside out, the last one holds all."""
 
     device: Device
     levels: tuple[Level, ...]
@@ -74,7 +75,7 @@ class Topology:
         return self.levels[-1].size
 
     def span(self, degree: int, stride: int = 1) -> tuple[int, ...]:
-        """Ways that an axis of `degree` and `stride` covers at each level; their product is `degree`.
+        """Ways that an axis of `degree` and `stride` covers at each level; their product is it.
 
         On 2 x 8 devices, degree 4 and stride 4 is (2, 2): two members in a node, across two nodes.
         """
@@ -93,8 +94,8 @@ class Topology:
     def axis_span(self, degrees: Degrees, axis: str) -> tuple[int, ...]:
         """:meth:`span` of one axis ("tp", "cp", "dp", "pp", "ep", "dp_cp") under `degrees.order`.
 
-        "dp_cp" is the group that reduces gradients: dp and cp together. Experts lie inside it, next to
-        tp, so "ep" has the stride of the inner one of the two.
+        "dp_cp" is the group that reduces gradients: dp and cp together. Experts lie inside it,
+        next to tp, so "ep" has the stride of the inner one of the two.
         """
         degree = degrees.dp * degrees.cp if axis == "dp_cp" else int(getattr(degrees, axis))
         return self.span(degree, self.axis_stride(degrees, axis))

@@ -1,12 +1,12 @@
 """What autograd keeps of a Hugging Face block that runs eagerly, by model type.
 
-Measured with saved-tensor hooks on the Transformers classes (tests/cost/test_activations.py repeats it). Per
-token, in elements of the block's own widths:
+Measured with saved-tensor hooks on the Transformers classes (tests/cost/test_activations.py
+repeats it). Per token, in elements of the block's own widths:
 
     norm    "layer": its input once; "rms": a 32-bit copy of the input, and the normed value;
             "rms32": both in 32 bits; "centred32": three 32-bit tensors
     linear  its input, once for all linears that read the same tensor
-    core    queries, keys, values, one 32-bit number per head, and copies that rotary embeddings leave
+    core    queries, keys, values, a 32-bit number per head, and copies that rotary embeddings leave
     MLP     `mlp` tensors of the inner width, the second linear's input among them
 """
 

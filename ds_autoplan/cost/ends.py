@@ -1,8 +1,9 @@
-"""Price of the model's two ends: word embedding on the first stage, final norm, head and loss on the last.
+"""Price of the model's ends: word embedding on the first stage, norm, head and loss on the last.
 
-With `vocabulary="shard"` both are split over tp by (padded) rows of the vocabulary: the embedding's output
-is all-reduced (reduce-scattered under sequence parallelism), the loss is computed on the local logits.
-Logits live from the head's forward to its backward, which follows at once: they are workspace.
+With `vocabulary="shard"` both are split over tp by (padded) rows of the vocabulary: the
+embedding's output is all-reduced (reduce-scattered under sequence parallelism), the loss is
+computed on the local logits. Logits live from the head's forward to its backward, which follows at
+once: they are workspace.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import math
 
 from ds_autoplan.cost.eager import keeps_of, norm_bytes
 from ds_autoplan.cost.interface import LayerCost
-from ds_autoplan.cost.layer import Detail, Pass, Setting, shared_state
+from ds_autoplan.cost.setting import Detail, Pass, Setting
+from ds_autoplan.cost.sharing import shared_state
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.strategy import Degrees
 

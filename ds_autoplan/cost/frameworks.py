@@ -14,25 +14,26 @@ class Framework:
 
     Attributes:
         name: what messages call it.
-        gradient_bytes: bytes per parameter of the buffer gradients accumulate in (0: the parameter's own
-            dtype, as PyTorch's `.grad`).
+        gradient_bytes: bytes per parameter of the buffer gradients accumulate in (0: the
+            parameter's own dtype, as PyTorch's `.grad`).
         extra_gradient_bytes: a second gradient per parameter beside that buffer (autograd's own,
             where it is not freed or fused away).
-        reduce_bytes: bytes per parameter on the wire when gradients are reduced (0: the dtype of the
-            gradients).
+        reduce_bytes: bytes per parameter on the wire when gradients are reduced (0: the dtype of
+            the gradients).
         master_weights: fp32 copy of low-precision parameters in the optimizer.
         master_gradient_bytes: fp32 gradient of the master copy, bytes per parameter of the shard.
         fp32_partition_copy: ZeRO keeps its own flat copy of the partition in fp32 training too.
-        elementwise_passes: memory traffic of norms, residuals and activations relative to fused kernels.
+        elementwise_passes: memory traffic of norms, residuals and activations relative to fused
+            kernels.
         activation_extra: kept intermediate tensors relative to fused kernels (see memory.py).
         eager_blocks: blocks are Hugging Face's own, and keep what eager.py lists.
-        attention: "fused" (cuDNN, FlashAttention-3), "flash" (FlashAttention-2, Triton) or "unfused":
-            scores of size s*s are written and read.
+        attention: "fused" (cuDNN, FlashAttention-3), "flash" (FlashAttention-2, Triton) or
+            "unfused": scores of size s*s are written and read.
         tp_overlap: share of tensor-parallel traffic hidden under GEMMs.
         gradient_overlap: gradient reduction runs under the last backward pass.
         parameter_overlap: the all-gather of updated parameters runs under the next forward pass.
-        step_bytes_moved: bytes per unsharded local parameter that each step moves beside the optimizer:
-            gradients copied, unscaled, normed, flattened.
+        step_bytes_moved: bytes per unsharded local parameter that each step moves beside the
+            optimizer: gradients copied, unscaled, normed, flattened.
         pipeline_overlap: share of stage-to-stage sends hidden under compute (interleaved stages).
         scatter_sends: tp ranks send a slice each and gather it after the boundary.
         bucket_elements: gradients that a buffer allocated for good holds.
@@ -50,18 +51,20 @@ class Framework:
         permute_passes: times that routed tokens are read or written around the exchange.
         reduce_scatter: ZeRO reduces each gradient to its owner only (False: all-reduce).
         ep_overlap: share of the expert all-to-all hidden under other compute.
-        deduplicated_dispatch: a token crosses to a node once, however many of its experts are there.
+        deduplicated_dispatch: a token crosses to a node once, however many of its experts are
+            there.
         expert_tp: ways that each expert is split (0: tp). With 1, ep takes its ranks from tp too.
         broadcast_s: latency of each shard's broadcast, where ZeRO broadcasts instead of gathering.
         expert_imbalance: load of the busiest expert rank over the mean.
         selective_streams: share of a layer's streaming work that selective checkpointing repeats.
         selective_mlp: selective checkpointing recomputes the MLP instead of the attention core.
-        loss_bytes_moved: bytes per logit that the loss moves forward (fp32 softmax; backward: half).
+        loss_bytes_moved: bytes per logit that the loss moves forward (fp32 softmax; backward:
+            half).
         logit_bytes: bytes per logit alive at the loss's peak.
         fused_casts: quantisation is fused into the kernel that makes its input (XLA).
         launch_stall_s: idle time per kernel where launches block (CUDA_LAUNCH_BLOCKING=1).
-        interleaved_fragmentation: `fragmentation` with interleaved stages, whose blocks come and go in
-            other orders, unless the allocator's segments expand.
+        interleaved_fragmentation: `fragmentation` with interleaved stages, whose blocks come and
+            go in other orders, unless the allocator's segments expand.
         cuda_graphs: launches are replayed from a graph, so the host never limits.
         default_zero_stage: what the engine does where a run does not say.
         default_sequence_parallel: the same, for tp > 1.

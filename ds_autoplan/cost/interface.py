@@ -1,23 +1,24 @@
 """What a search asks of a cost model. Times in seconds, sizes in bytes, per rank.
 
-A cost model is built once per (graph, topology, workload) and answers three questions: what one layer
-costs under one strategy, what the ends (embedding, head) cost, and what a whole assignment of layers to
-stages costs. The search composes the first two into bounds and optima; the third re-costs every plan
-before it is believed.
+A cost model is built once per (graph, topology, workload) and answers three questions: what one
+layer costs under one strategy, what the ends (embedding, head) cost, and what a whole assignment of
+layers to stages costs. The search composes the first two into bounds and optima; the third re-costs
+every plan before it is believed.
 
 The search minimises exactly what `step` must return, so that both agree to rounding. With passes a
 (gradient_accumulation_steps: one pipeline pass per engine call; 1 under the megatron backend),
 m = num_micro_batches and stages s:
 
-    T_s    = sum of its layers' (forward_s + backward_s) + embedding on the first stage + head on the
-             last + boundary_s for the cut after it (none after the last) + relayout_s between layers
+    T_s    = sum of its layers' (forward_s + backward_s) + embedding on the first stage + head on
+             the last + boundary_s for the cut after it (none after the last) + relayout_s between
+             layers
     R_s    = sum of per_step_s of the same parts
     step_s = a * sum_s(T_s) / vpp + (m - a / vpp) * max_s(T_s) + max_s(R_s) + step_constant_s
     peak_s = sum(state_bytes) + in_flight(s) * sum(activation_bytes) + max(workspace_bytes)
              + fixed_bytes, and peak_s <= capacity_bytes
 
-Per-step times are therefore affine in bytes: reduce-scatters run bucket by bucket, so their bandwidth
-is the bucket's, and what a schedule hides is a stated share of them.
+Per-step times are therefore affine in bytes: reduce-scatters run bucket by bucket, so their
+bandwidth is the bucket's, and what a schedule hides is a stated share of them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from ds_autoplan.strategy import Degrees, Strategy
 class LayerCost:
     """One layer (or one end of the model) on one rank.
 
-    Times are per micro-batch, exposed time only. `*_per_step` times are paid once per optimizer step.
+    Times are per micro-batch, exposed time only. `*_per_step` times are paid once per optimizer
+    step.
     """
 
     forward_s: float
@@ -63,7 +65,7 @@ class StageAssignment:
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Price of one stage: time of one micro-batch (forward + backward) and itemised bytes per rank."""
+    """Price of one stage: seconds of one micro-batch, both ways, and itemised bytes per rank."""
 
     time_s: float
     memory: dict[str, int]

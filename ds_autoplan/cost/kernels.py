@@ -1,14 +1,14 @@
 r"""Seconds of single kernels on one device.
 
     GEMM (m, k, n):   t = 2mkn / P * (1 + k0/k) + tail * 2 * (128*256*SM) * k / P   and at least
-                      (mk + kn) * bytes + mn * output bytes over memory bandwidth,   plus one kernel gap
+                      (mk + kn) * bytes + mn * output bytes over memory bandwidth, plus a gap
     grouped GEMM:     the same with half a tile of padding on every expert's rows
     P = matmul rate of a long run * the share sustained in training
     attention:        FLOPs that the mask leaves / (matmul rate * share), forward and backward apart
     streaming:        bytes / (vendor bandwidth * memory_efficiency)
 
-The tail says that the last wave of 128x256 tiles over all multiprocessors runs part-filled; it makes
-the small GEMMs that tensor parallelism leaves slower per FLOP, smoothly and monotonically.
+The tail says that the last wave of 128x256 tiles over all multiprocessors runs part-filled; it
+makes the small GEMMs that tensor parallelism leaves slower per FLOP, smoothly and monotonically.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Kernels:
     ) -> float:
         """`count` GEMMs of (m, k) x (k, n) launched together (a grouped GEMM).
 
-        `accumulate`: the output is a gradient, added to an fp32 buffer. `padded`: work done over work
+        `accumulate`: the output is a gradient, added to an fp32 buffer. `padded`: work done over
+            work
         needed. `base`: run in 16 bits whatever the training precision.
         """
         if m <= 0 or k <= 0 or n <= 0:

@@ -12,106 +12,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ds_autoplan.cluster.collectives import collective_s, exchange_s, volume_bytes
-from ds_autoplan.cluster.topology import Topology
-from ds_autoplan.cost.constants import Constants
-from ds_autoplan.cost.frameworks import Framework
+from ds_autoplan.cluster.collectives import exchange_s
 from ds_autoplan.cost.interface import LayerCost
-from ds_autoplan.cost.kernels import Kernels
-from ds_autoplan.cost.memory import activation_bytes, element_bytes, state_bytes
+from ds_autoplan.cost.memory import activation_bytes
+from ds_autoplan.cost.setting import Detail, Pass, Setting
 from ds_autoplan.cost.shapes import Gemm, LocalBlock, attention_flops, local_block
+from ds_autoplan.cost.sharing import shared_state
 from ds_autoplan.model.graph import BlockClass
 from ds_autoplan.strategy import Degrees, Strategy
-from ds_autoplan.workload import Workload
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Everything a price depends on beside the layer and the degrees."""
-
-    topology: Topology
-    workload: Workload
-    framework: Framework
-    kernels: Kernels
-    constants: Constants
-    hidden: int
-    model_type: str = ""
-    volume_only: bool = False
-    shard_group: int = 0  # ranks that ZeRO shards over; 0: all that hold the same parameters
-
-    @property
-    def element(self) -> int:
-        """Bytes of an activation element."""
-        return element_bytes(self.workload.precision)
-
-    def tokens(self, degrees: Degrees) -> float:
-        """Tokens of one micro-batch on one rank before sequence parallelism."""
-        return self.workload.seq_length * degrees.micro_batch_size / degrees.cp
-
-    def expert_tp(self, degrees: Degrees) -> int:
-        """Ways that each expert is split."""
-        return self.framework.expert_tp or degrees.tp
-
-    def expert_span(self, degrees: Degrees) -> tuple[int, ...]:
-        """Ways of the expert-parallel group at each level."""
-        if self.expert_tp(degrees) == degrees.tp:
-            return self.topology.axis_span(degrees, "ep")
-        return self.topology.span(degrees.ep, self.expert_tp(degrees))
-
-    def collective(self, kind: str, buffer_bytes: float, degrees: Degrees, axis: str) -> float:
-        """Seconds of one collective over `axis`, all groups of the axis at the same time."""
-        return self.over(kind, buffer_bytes, self.topology.axis_span(degrees, axis))
-
-    def over(self, kind: str, buffer_bytes: float, ways: tuple[int, ...]) -> float:
-        """Seconds of one collective over a group that spans `ways`."""
-        if self.volume_only:
-            fast = self.topology.levels[0].bytes_per_s
-            return volume_bytes(kind, buffer_bytes, ways) / fast
-        return collective_s(self.topology, kind, buffer_bytes, ways)
-
-    def bucketed(self, kind: str, bytes_: float, ways: tuple[int, ...]) -> float:
-        """A collective over `bytes_` that runs bucket by bucket: affine in bytes."""
-        bucket = self.framework.bucket_bytes
-        return self.over(kind, bucket, ways) * bytes_ / bucket
-
-
-@dataclass(frozen=True)
-class Detail:
-    """Exposed seconds by cause, beside a :class:`LayerCost`: per micro-batch, `dp_s` per step."""
-
-    tp_s: float
-    cp_s: float
-    ep_s: float
-    zero3_s: float
-    dp_s: float
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Seconds of one direction through a block, by cause."""
-
-    compute_s: float
-    tp_s: float
-    cp_s: float
-    ep_s: float
-
-    @property
-    def communication_s(self) -> float:
-        """Exposed traffic."""
-        return self.tp_s + self.cp_s + self.ep_s
-
-    @property
-    def total_s(self) -> float:
-        """All of it."""
-        return self.compute_s + self.communication_s
 
 
 @dataclass(frozen=True)
 class Work:
     """What one micro-batch does in a block.
 
-    It depends on tp, cp, ep, order and micro-batch size, not on dp, pp, the ZeRO stage or the number
-    of micro-batches, so many candidates share it.
+    It depends on tp, cp, ep, order and micro-batch size, not on dp, pp, the ZeRO stage or the
+    number of micro-batches, so many candidates share it.
     """
 
     local: LocalBlock
@@ -287,8 +203,8 @@ def attention_core_s(
         flops = attention_flops(attention, local.tokens, seq, local.tp_attention, masked=False)
         scores = local.tokens * seq * attention.num_heads / local.tp_attention
         e = setting.element
-        # Forward: scores written; masked softmax reads and writes; dropout reads, writes and keeps a
-        # byte; values read. Backward reads and writes the same again with the saved ones.
+        # Forward: scores written; masked softmax reads and writes; dropout reads, writes and keeps
+        # a byte; values read. Backward reads and writes the same again with the saved ones.
         moved = scores * (6.0 * e + 1.0) * (1.5 if backward else 1.0)
         rate = kernels.base_rate
         if attention.head_dim % 8 and setting.element == 2:
@@ -399,108 +315,3 @@ def traffic_s(
         once += setting.collective("reduce_scatter", routed, degrees, "tp")
         tp_s += once - tp_s / 2.0
     return tp_s, cp_s, ep_s
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What ZeRO-3 adds to a layer: exposed gathers, and the gathered weights."""
-
-    forward_s: float
-    backward_s: float
-    workspace_bytes: float
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """How one kind of parameter is shared: ZeRO shards over the inner ways, copies lie on the outer."""
-
-    ranks: int
-    shards: int
-    inner: tuple[int, ...]
-    outer: tuple[int, ...]
-    whole: tuple[int, ...]
-
-
-def sharing(setting: Setting, degrees: Degrees, experts: bool) -> Sharing:
-    """The ranks that hold the same parameters, and those among them that ZeRO shards over.
-
-    Experts are replicated over dp * cp / ep ranks only; everything else over dp * cp.
-    """
-    stride = setting.topology.axis_stride(degrees, "dp_cp")
-    ranks = degrees.dp * degrees.cp
-    if experts:
-        expert_tp = setting.expert_tp(degrees)
-        stride = stride * degrees.ep * expert_tp // degrees.tp
-        ranks = max(1, ranks * degrees.tp // expert_tp // degrees.ep)
-    shards = min(ranks, setting.shard_group) if setting.shard_group else ranks
-    span = setting.topology.span
-    return Sharing(
-        ranks=ranks,
-        shards=shards,
-        inner=span(shards, stride),
-        outer=span(max(1, ranks // shards), stride * shards),
-        whole=span(ranks, stride),
-    )
-
-
-def shared_state(
-    setting: Setting,
-    parameters: float,
-    expert_parameters: float,
-    degrees: Degrees,
-    forward: Pass,
-    backward: Pass,
-) -> tuple[tuple[float, float, float], float, float, Gathered, float]:
-    """States, bytes reduced, per-step seconds, ZeRO-3 traffic, and the per-step traffic alone."""
-    workload, framework = setting.workload, setting.framework
-    states = [0.0, 0.0, 0.0]
-    reduced = per_step = dp_s = 0.0
-    gather_forward = gather_backward = workspace = 0.0
-    own = setting.element
-    for count, experts in ((parameters, False), (expert_parameters, True)):
-        if count <= 0:
-            continue
-        group = sharing(setting, degrees, experts)
-        part = state_bytes(count, group.shards, degrees.zero_stage, workload, framework)
-        for index, value in enumerate((part.parameters, part.gradients, part.optimizer)):
-            states[index] += value
-        wire = framework.reduce_bytes or framework.gradient_bytes or own
-        gradient = count * workload.trainable_fraction * wire
-        reduced += gradient
-        local_share = count * workload.trainable_fraction
-        local_share /= group.shards if degrees.zero_stage >= 1 else 1
-        per_step += setting.kernels.stream_s(
-            local_share * framework.optimizer_bytes_moved
-            + count * workload.trainable_fraction * framework.step_bytes_moved
-        )
-        if group.ranks == 1:
-            continue
-        gather = setting.bucketed("all_gather", count * own, group.inner)
-        scatter = setting.bucketed("reduce_scatter", gradient, group.inner)
-        across = setting.bucketed("all_reduce", gradient / group.shards, group.outer)
-        if degrees.zero_stage >= 3:
-            gather_forward += _beyond(setting, gather, forward.total_s, framework.zero3_overlap)
-            gather_backward += _beyond(
-                setting, gather + scatter, backward.total_s, framework.zero3_overlap
-            )
-            dp_s += _beyond(setting, across, backward.total_s, framework.gradient_overlap)
-            workspace += 2.0 * count * own
-            continue
-        if degrees.zero_stage and framework.reduce_scatter:
-            reduction = scatter + across
-        else:
-            reduction = setting.bucketed("all_reduce", gradient, group.whole)
-        dp_s += _beyond(setting, reduction, backward.total_s, framework.gradient_overlap)
-        if degrees.zero_stage >= 1:
-            dp_s += _beyond(setting, gather, forward.total_s, framework.parameter_overlap)
-    gathered = Gathered(gather_forward, gather_backward, workspace)
-    return (states[0], states[1], states[2]), reduced, per_step + dp_s, gathered, dp_s
-
-
-def _beyond(setting: Setting, traffic: float, compute: float, overlap: bool) -> float:
-    """What of `traffic` shows when it may hide under `compute`."""
-    if not overlap:
-        return traffic
-    window = compute * setting.constants.overlap_window
-    hidden = min(traffic, window)
-    return traffic - hidden + hidden * setting.constants.overlap_slowdown

@@ -5,8 +5,8 @@ fp32) and d the ranks that ZeRO shards over:
 
     parameters   P                        (ZeRO-3: P/d, and the gathered layer is workspace)
     gradients    the accumulation buffer  (ZeRO-2, ZeRO-3: 1/d)
-    optimizer    fp32 copy of low-precision parameters + the moments + what the engine adds, 1/d from
-                 ZeRO-1 on
+    optimizer    fp32 copy of low-precision parameters + the moments + what the engine adds,
+                 1/d from ZeRO-1 on
 
 Activations of one layer follow what autograd saves for backward; elements per token, by tensor, are
 listed in :func:`activation_bytes`.
@@ -48,7 +48,7 @@ def state_bytes(
     workload: Workload,
     framework: Framework,
 ) -> StateBytes:
-    """States of `parameters` (count on this rank, before ZeRO) when ZeRO shards over `shards` ranks."""
+    """States of `parameters` (a rank's count before ZeRO) when ZeRO shards over `shards` ranks."""
     own = element_bytes(workload.precision)
     trainable = parameters * workload.trainable_fraction
     gradient = (framework.gradient_bytes or own) + framework.extra_gradient_bytes

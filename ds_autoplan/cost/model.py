@@ -1,7 +1,7 @@
 """The analytic cost model: prices layers, ends and whole assignments; see interface.py for the sum.
 
-Instances are pure functions of (graph, topology, workload) with a private cache: a search asks for the
-same block under the same strategy many times.
+Instances are pure functions of (graph, topology, workload) with a private cache: a search asks for
+the same block under the same strategy many times.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ds_autoplan.cost.ends import embedding_cost, head_cost
 from ds_autoplan.cost.frameworks import BY_BACKEND, Framework
 from ds_autoplan.cost.interface import LayerCost, StageAssignment, StageEstimate, StepEstimate
 from ds_autoplan.cost.kernels import kernels_for
-from ds_autoplan.cost.layer import Detail, Setting, Work, block_cost, block_work
+from ds_autoplan.cost.layer import Work, block_cost, block_work
 from ds_autoplan.cost.ranges import UNCALIBRATED_SPREAD, Spread, nearest_spread
+from ds_autoplan.cost.setting import Detail, Setting
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
@@ -45,7 +46,8 @@ class AnalyticCostModel:
         workload: batch, sequence, precision, optimizer, backend.
         framework: the engine's behaviour; None takes the backend's.
         constants: the fitted constants.
-        volume_only: price traffic by volume over the fastest link (the baseline of `--cost volume`).
+        volume_only: price traffic by volume over the fastest link (the baseline of `--cost
+            volume`).
         shard_group: ranks that ZeRO shards over; 0: all that hold the same parameters.
     """
 
@@ -134,7 +136,8 @@ class AnalyticCostModel:
         if degrees.dp * degrees.cp > 1 and self.framework.bucket_elements:
             element = self.setting.element
             buffers = self.framework.bucket_elements * element
-            # Without ZeRO only what is reduced gets copied; memory that a CPU never touches is free.
+            # Without ZeRO only what is reduced gets copied; memory that a CPU never touches is
+            # free.
             if degrees.zero_stage == 0 or self.topology.device.architecture == "cpu":
                 local = self.graph.num_parameters * element / degrees.tp / degrees.pp
                 buffers = min(buffers, local)

@@ -1,8 +1,8 @@
 """How far a prediction may be off: the residuals of the nearest family of measured runs.
 
 data/residuals.json holds, by engine, device architecture, precision and kind of model, the 90th
-percentile of |predicted / measured - 1| when each family is predicted with constants fitted on the others
-(`python -m benchmarks.cost_model RUNS.jsonl --leave-one-out --residuals FILE`).
+percentile of |predicted / measured - 1| when each family is predicted with constants fitted on the
+others (`python -m benchmarks.cost_model RUNS.jsonl --leave-one-out --residuals FILE`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 # Engines without published runs count as the one that works most alike.
 KIN = {"deepspeed": "fsdp"}
-# Error added per share of the step that rests on uncalibrated constants (matmul rates of devices without
-# a measured run differ by this much from the share of the vendor's peak that is assumed).
+# Error added per share of the step that rests on uncalibrated constants (matmul rates of devices
+# without a measured run differ by this much from the share of the vendor's peak that is assumed).
 UNCALIBRATED_SPREAD = 0.25
 
 
@@ -37,7 +37,7 @@ def _table() -> list[dict[str, Any]]:
 
 @cache
 def nearest_spread(engine: str, architecture: str, precision: str, mixture: bool) -> Spread:
-    """The spread of the cell most like the setting: kind of model first, then precision, engine, device."""
+    """Spread of the cell most like the setting: kind of model, precision, engine, device."""
     wanted = KIN.get(engine, engine)
     bits = "8-bit" if precision in ("fp8", "fp4") else "16-bit"
 

@@ -1,10 +1,10 @@
-"""From one line of a runs file to everything a price needs: graph, cluster, workload, degrees, engine.
+"""From one line of a runs file to what a price needs: graph, cluster, workload, degrees, engine.
 
-The schema is that of published runs: `model` {layers, hidden, ffn, heads, kv_heads, vocab, seq, gated_mlp,
-experts, topk, moe_ffn, shared_ffn, dense_layers, attention}, `hardware` {gpu, gpus_per_node, nodes,
-interconnect}, `parallel` {tp, pp, dp, cp, ep, vpp, sp, zero_stage, recompute}, `batch` {global, micro},
-`precision`, `measured`, `source`, `notes`. `null` means the source does not say; what is assumed then is
-stated at the place.
+The schema is that of published runs: `model` {layers, hidden, ffn, heads, kv_heads, vocab, seq,
+gated_mlp, experts, topk, moe_ffn, shared_ffn, dense_layers, attention}, `hardware` {gpu,
+gpus_per_node, nodes, interconnect}, `parallel` {tp, pp, dp, cp, ep, vpp, sp, zero_stage,
+recompute}, `batch` {global, micro}, `precision`, `measured`, `source`, `notes`. `null` means the
+source does not say; what is assumed then is stated at the place.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ds_autoplan.model.graph import Attention, BlockClass, BlockGraph, Mlp, Oper
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
 
-# Multi-head latent attention of DeepSeek-V2/V3 and Kimi-K2 (public model configs): ranks of the compressed
-# query and key/value, head dims without and with rotary, and of values.
+# Multi-head latent attention of DeepSeek-V2/V3 and Kimi-K2 (public model configs): ranks of the
+# compressed query and key/value, head dims without and with rotary, and of values.
 MLA = {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
 FINE_GRAINED_EXPERTS = 64
 # Where a run does not say: GPT-2's vocabulary, padded.
@@ -293,7 +293,8 @@ def graph_of(data: dict[str, Any]) -> BlockGraph:
             "its rows describe one stack of layers.",
         )
     if "mtp layer possibly included" in notes:
-        # A multi-token-prediction layer: one more block, and the head once more (priced as a block).
+        # A multi-token-prediction layer: one more block, and the head once more (priced as a
+        # block).
         indices.append(0)
     tied = "tied embeddings" in notes and "untied" not in notes
     tied = tied or (not model.get("gated_mlp") and "untied" not in notes)

@@ -1,8 +1,8 @@
 """What one rank holds of a block: local GEMM shapes, local parameters, FLOPs. Pure arithmetic.
 
-Each linear of a block is a row (m, k, n, count) with the rank's share of rows, contracted and produced
-features. Attention's projections split by heads: q over tp, k and v over at most the number of kv heads
-(kv heads are replicated where tp is larger).
+Each linear of a block is a row (m, k, n, count) with the rank's share of rows, contracted and
+produced features. Attention's projections split by heads: q over tp, k and v over at most the
+number of kv heads (kv heads are replicated where tp is larger).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Gemm:
 class LocalBlock:
     """One rank's share of a block for one micro-batch.
 
-    `parameters` are those sharded or replicated outside the experts, `expert_parameters` those of the
-    rank's own experts. `tp_attention` and `tp_mlp` say how many ways each half is split.
+    `parameters` are those sharded or replicated outside the experts, `expert_parameters` those of
+    the rank's own experts. `tp_attention` and `tp_mlp` say how many ways each half is split.
     """
 
     gemms: tuple[Gemm, ...]

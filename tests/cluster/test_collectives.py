@@ -29,7 +29,8 @@ def two_nodes() -> Topology:
 def test_equal_volume_costs_different_time_by_placement() -> None:
     # Activations 1 GB, weights 0.1 GB, tp 2 x dp 4. Per rank: tp all-reduces 1/4 of the activations
     # (2*(1/2)*0.25 = 0.25 GB), dp all-reduces half the weights (2*(3/4)*0.05 = 0.075 GB).
-    # tp inside: 0.25/100 + 0.075/(10/2) = 2.5 + 15 ms; across: 0.25/(10/4) + 0.075/100 = 100 + 0.75 ms.
+    # tp inside: 0.25/100 + 0.075/(10/2) = 2.5 + 15 ms; across: 0.25/(10/4) + 0.075/100 = 100 +
+    # 0.75 ms.
     topology = two_nodes()
     inside = topology.span(2, 1), topology.span(4, 2)
     across = topology.span(2, 4), topology.span(4, 1)
@@ -98,7 +99,8 @@ def test_all_reduce_costs_at_least_a_reduce_scatter(spec: str) -> None:
 
 
 def test_groups_with_few_members_a_node_share_the_nics() -> None:
-    # 8 ranks over 8 nodes, one a node: one GPU's share of the NICs; 64 over 8 nodes: all eight shares.
+    # 8 ranks over 8 nodes, one a node: one GPU's share of the NICs; 64 over 8 nodes: all eight
+    # shares.
     topology = parse_cluster("8x8xH100-SXM-80GB,nic=100Gb")
     thin = ring_s(topology, "all_gather", 1e9, (1, 8))
     wide = ring_s(topology, "all_gather", 1e9, (8, 8))
@@ -106,7 +108,8 @@ def test_groups_with_few_members_a_node_share_the_nics() -> None:
 
 
 def test_deduplicated_dispatch_crosses_each_link_once() -> None:
-    # 2 nodes x 8, 2 copies a token: 1 copy leaves the node plainly, 2 * (1 - (1/2)^2) / 2 deduplicated.
+    # 2 nodes x 8, 2 copies a token: 1 copy leaves the node plainly, 2 * (1 - (1/2)^2) / 2
+    # deduplicated.
     topology = parse_cluster("2x8xH100-SXM-80GB")
     plain = exchange_s(topology, 1e9, 2.0, (8, 2))
     once = exchange_s(topology, 1e9, 2.0, (8, 2), deduplicated=True)

@@ -113,8 +113,8 @@ def test_zero_stages_save_what_they_promise() -> None:
 @pytest.mark.parametrize(
     ("precision", "zero_stage", "bytes_per_parameter"),
     [
-        # DeepSpeed 0.19 on two ranks, counted from live tensors between backward and step: parameters +
-        # gradients + (32-bit copy + two moments) / shards. fp32: 4+4+8, 4+4+12/2, 4+(4+12)/2, 20/2.
+        # DeepSpeed 0.19 on two ranks, counted from live tensors between backward and step:
+        # parameters, gradients, and (32-bit copy and two moments) over the shards.
         ("fp32", 0, 16.0),
         ("fp32", 1, 14.0),
         ("fp32", 2, 12.0),

@@ -1,4 +1,4 @@
-"""`validate` on a sample of published runs (each line names its source), and what it does with bad ones."""
+"""`validate` on a sample of published runs (each names its source), and on bad ones."""
 
 from __future__ import annotations
 

@@ -1,0 +1,95 @@
+"""What a price depends on beside the layer and the degrees, and the pieces prices are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_autoplan.cluster.collectives import collective_s, volume_bytes
+from ds_autoplan.cluster.topology import Topology
+from ds_autoplan.cost.constants import Constants
+from ds_autoplan.cost.frameworks import Framework
+from ds_autoplan.cost.kernels import Kernels
+from ds_autoplan.cost.memory import element_bytes
+from ds_autoplan.strategy import Degrees
+from ds_autoplan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything a price depends on beside the layer and the degrees."""
+
+    topology: Topology
+    workload: Workload
+    framework: Framework
+    kernels: Kernels
+    constants: Constants
+    hidden: int
+    model_type: str = ""
+    volume_only: bool = False
+    shard_group: int = 0  # ranks that ZeRO shards over; 0: all that hold the same parameters
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation element."""
+        return element_bytes(self.workload.precision)
+
+    def tokens(self, degrees: Degrees) -> float:
+        """Tokens of one micro-batch on one rank before sequence parallelism."""
+        return self.workload.seq_length * degrees.micro_batch_size / degrees.cp
+
+    def expert_tp(self, degrees: Degrees) -> int:
+        """Ways that each expert is split."""
+        return self.framework.expert_tp or degrees.tp
+
+    def expert_span(self, degrees: Degrees) -> tuple[int, ...]:
+        """Ways of the expert-parallel group at each level."""
+        if self.expert_tp(degrees) == degrees.tp:
+            return self.topology.axis_span(degrees, "ep")
+        return self.topology.span(degrees.ep, self.expert_tp(degrees))
+
+    def collective(self, kind: str, buffer_bytes: float, degrees: Degrees, axis: str) -> float:
+        """Seconds of one collective over `axis`, all groups of the axis at the same time."""
+        return self.over(kind, buffer_bytes, self.topology.axis_span(degrees, axis))
+
+    def over(self, kind: str, buffer_bytes: float, ways: tuple[int, ...]) -> float:
+        """Seconds of one collective over a group that spans `ways`."""
+        if self.volume_only:
+            fast = self.topology.levels[0].bytes_per_s
+            return volume_bytes(kind, buffer_bytes, ways) / fast
+        return collective_s(self.topology, kind, buffer_bytes, ways)
+
+    def bucketed(self, kind: str, bytes_: float, ways: tuple[int, ...]) -> float:
+        """A collective over `bytes_` that runs bucket by bucket: affine in bytes."""
+        bucket = self.framework.bucket_bytes
+        return self.over(kind, bucket, ways) * bytes_ / bucket
+
+
+@dataclass(frozen=True)
+class Detail:
+    """Exposed seconds by cause, beside a :class:`LayerCost`: per micro-batch, `dp_s` per step."""
+
+    tp_s: float
+    cp_s: float
+    ep_s: float
+    zero3_s: float
+    dp_s: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one direction through a block, by cause."""
+
+    compute_s: float
+    tp_s: float
+    cp_s: float
+    ep_s: float
+
+    @property
+    def communication_s(self) -> float:
+        """Exposed traffic."""
+        return self.tp_s + self.cp_s + self.ep_s
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.compute_s + self.communication_s
