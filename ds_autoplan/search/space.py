@@ -246,7 +246,7 @@ def passes_of(workload: Workload) -> int:
 
 
 def _zero_stages(
-    space: Space, pp: int, dp: int, workload: Workload, options: PlanOptions
+    space: Space, tp: int, pp: int, dp: int, workload: Workload, options: PlanOptions
 ) -> list[int]:
     highest = 3
     if workload.backend == "megatron":
@@ -260,18 +260,21 @@ def _zero_stages(
         space.exclude(
             "DeepSpeed's pipeline engine runs ZeRO stages 0 and 1 only", pp=pp, zero_stage=(2, 3)
         )
-    stages = [stage for stage in range(highest + 1) if options.allows("zero_stage", stage)]
+    lowest = 0
+    halves = workload.precision in ("bf16", "fp16") and tp * pp > 1
+    if halves and workload.backend == "deepspeed":
+        lowest = 1
+        space.exclude(
+            "DeepSpeed's 16-bit optimizers without ZeRO take a part of the gradient norm under tp or pp",
+            tp=tp,
+            pp=pp,
+            zero_stage=0,
+        )
+    allowed = range(lowest, highest + 1)
+    stages = [stage for stage in allowed if options.allows("zero_stage", stage)]
     if "zero_stage" in options.pins:
         return stages
-    if dp == 1:
-        return stages[:1]  # nothing to partition
-    clipped = pp > 1 and workload.precision == "fp32" and workload.gradient_clipping > 0
-    if clipped and workload.backend == "deepspeed":
-        space.exclude(
-            "DeepSpeed clips by a wrong norm under fp32, pp > 1 and ZeRO 0", pp=pp, zero_stage=0
-        )
-        return [stage for stage in stages if stage > 0]
-    return stages
+    return stages[:1] if dp == 1 else stages  # with dp 1 there is nothing to partition
 
 
 def _micro_batch_sizes(
@@ -392,7 +395,7 @@ def _with_degrees(
         vocabularies = list(options.pins["vocabulary"])
     sizes = _micro_batch_sizes(space, dp, workload, options)
     sequence = _sequence_parallel(space, tp, workload, options)
-    for zero_stage in _zero_stages(space, pp, dp, workload, options):
+    for zero_stage in _zero_stages(space, tp, pp, dp, workload, options):
         for ep in _expert_degrees(space, graph, dp * cp, workload, options):
             for size in sizes:
                 count = workload.global_batch_size // (dp * size)

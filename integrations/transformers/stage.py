@@ -43,9 +43,7 @@ class StageCut:
         if not self.is_first:
             for name in structure.prologue:
                 if name not in shared:
-                    replace_module(
-                        model, name, ZerosLike(structure.widths[name], self._dtype)
-                    )
+                    replace_module(model, name, ZerosLike(structure.widths[name], self._dtype))
             owned[0].module.register_forward_pre_hook(self._receive, with_kwargs=True)
         if not self.is_last:
             for name in structure.epilogue:

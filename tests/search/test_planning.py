@@ -113,14 +113,18 @@ def test_a_pass_is_one_engine_call_under_deepspeed() -> None:
         assert bool(space.candidates) == allowed, size
 
 
-def test_wrong_clipping_combination_is_left_out_unless_pinned() -> None:
-    workload = Workload(64, 16, precision="fp32", gradient_clipping=1.0)
+def test_sixteen_bits_without_zero_are_left_out_under_model_parallelism() -> None:
     graph = load_graph(TINY)
-    free = enumerate_space(graph, 4, workload, PlanOptions(pins={"pp": 2}))
-    assert {c.degrees.zero_stage for c in free.candidates if c.degrees.dp > 1} == {1}
-    assert any("wrong norm" in reason for reason in free.excluded.values())
-    pinned = PlanOptions(pins={"pp": 2, "zero_stage": 0})
-    assert enumerate_space(graph, 4, workload, pinned).candidates
+    half = Workload(64, 16, precision="bf16", gradient_clipping=1.0)
+    for pins in ({"tp": 2, "pp": 1}, {"tp": 1, "pp": 2}, {"tp": 1, "pp": 1}):
+        space = enumerate_space(graph, 4, half, PlanOptions(pins=pins))
+        stages = {c.degrees.zero_stage for c in space.candidates if c.degrees.dp > 1}
+        assert (0 in stages) == (pins["tp"] * pins["pp"] == 1)
+    pinned = enumerate_space(graph, 4, half, PlanOptions(pins={"tp": 2, "zero_stage": 0}))
+    assert not pinned.candidates
+    assert any("gradient norm" in reason for reason in pinned.excluded.values())
+    full = replace(half, precision="fp32")
+    assert enumerate_space(graph, 4, full, PlanOptions(pins={"pp": 2, "zero_stage": 0})).candidates
 
 
 def test_interleaving_counts_embedding_and_head_as_layers() -> None:
