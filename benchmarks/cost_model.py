@@ -63,7 +63,13 @@ PARAMETERS = (
     ),
     Parameter("constant", ("cast_bytes_hopper",), 2.0, 16.0, 6.0),
     Parameter("engine", ("nemo", "tp_overlap"), 0.0, 0.9, 0.0),
-    Parameter("engine", ("fsdp+internevo+megatron-deepspeed", "elementwise_passes"), 0.8, 3.0, 1.5),
+    Parameter(
+        "engine",
+        ("fsdp+internevo+megatron-deepspeed-blocking", "elementwise_passes"),
+        0.8,
+        3.0,
+        1.5,
+    ),
     Parameter("engine", ("nanotron", "elementwise_passes"), 0.8, 3.0, 1.5),
     Parameter("engine", ("nemo+megatron", "expert_stall_s"), 0.0, 1e-3, 1e-4),
     Parameter("engine", ("nemo+megatron", "dispatch_stall_s"), 0.0, 5e-3, 5e-4),
@@ -71,8 +77,8 @@ PARAMETERS = (
     Parameter("engine", ("nemo-graphs", "ep_overlap"), 0.0, 0.9, 0.3),
     Parameter("engine", ("internevo", "broadcast_s"), 0.0, 1e-2, 0.0),
     Parameter("engine", ("internevo", "step_overhead_s"), 0.0, 1.0, 0.01),
-    Parameter("engine", ("megatron-deepspeed", "step_bytes_moved"), 0.0, 1000.0, 0.0),
-    Parameter("engine", ("megatron-deepspeed", "launch_stall_s"), 0.0, 1e-4, 1e-5),
+    Parameter("engine", ("megatron-deepspeed-blocking", "step_bytes_moved"), 0.0, 1000.0, 0.0),
+    Parameter("engine", ("megatron-deepspeed-blocking", "launch_stall_s"), 0.0, 1e-4, 1e-5),
 )
 
 

@@ -1,8 +1,10 @@
-"""A constructive plan: near-even cuts, each stage at its fastest mix; the search starts here.
+"""A constructive plan: good cuts, each stage at its fastest mix; the exact search starts there.
 
-For pipelines, stages are cut so that summed fastest times are as even as one pass allows; where a
-stage does not fit, layers move to the next stage that has room, first towards the end (fewer
-micro-batches in flight there). Nothing is proven; what comes back is feasible or None.
+Three cuts are tried: even by time, even by layers, and the one whose slowest stage is fastest,
+found by bisection (pack stages from the last one on, as many layers as fit in memory and time). The
+best is improved by moving single cuts. Where none of them fits, every reachable start of every
+stage is worked out, so that None means infeasible (but for problems that carry values over cuts,
+where fewer layers may need more memory).
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ from ds_autoplan.search.problem import (
 
 
 def construct(problem: Problem) -> Solution | None:
-    """A feasible solution, or None where the heuristic finds none (one may still exist)."""
+    """A feasible solution, or None where there is none (see above for the one exception)."""
     fastest = fastest_times(problem)
     layer_s = [fastest[layer] for layer in problem.layers]
     build = _Builder(problem)
     starts = [_even_times(problem, layer_s), _even_layers(problem)]
     priced = [(value, bounds) for bounds in starts if (value := build.objective(bounds))]
+    packed = _bottleneck(build)
+    if packed is not None and (value := build.objective(packed)):
+        priced.append((value, packed))
     if not priced:
-        for packed in (_filled(build), _packed(build)):
-            if packed is not None and (value := build.objective(packed)):
-                priced.append((value, packed))
-    if not priced:
-        return None
+        reached = _reachable(build)
+        if reached is None or (value := build.objective(reached)) is None:
+            return None
+        priced.append((value, reached))
     return build.solution(_climb(build, *min(priced)))
 
 
@@ -42,21 +46,29 @@ class _Builder:
         self.problem = problem
         self.counts = prefix_counts(problem)
         self.mixer = Mixer(problem.choices)
-        self.memo: dict[tuple[int, int, int], Mix | None] = {}
+        self.memo: dict[tuple[int, tuple[int, ...], float], Mix | None] = {}
 
     def mix(self, stage: int, first: int, end: int) -> Mix | None:
         """The fastest mix of layers first..end-1 on `stage`."""
-        key = (stage, first, end)
+        pairs = zip(self.counts[end], self.counts[first], strict=True)
+        counts = tuple(after - before for after, before in pairs)
+        carried = self.problem.carried(first)
+        key = (stage, counts, carried)
         if key not in self.memo:
             own = self.problem.stages[stage]
-            kept = own.activation_bytes + self.problem.carried(first)
-            pairs = zip(self.counts[end], self.counts[first], strict=True)
+            kept = own.activation_bytes + carried
             budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
-            self.memo[key] = self.mixer.fastest(
-                tuple(after - before for after, before in pairs),
-                Room(own.in_flight, budget, own.workspace_bytes),
-            )
+            room = Room(own.in_flight, budget, own.workspace_bytes)
+            self.memo[key] = self.mixer.fastest(counts, room)
         return self.memo[key]
+
+    def time(self, stage: int, first: int, end: int) -> float:
+        """T_s of layers first..end-1 on `stage` at their fastest; infinite where none fits."""
+        mix = self.mix(stage, first, end)
+        if mix is None:
+            return float("inf")
+        cut = self.problem.cut_time(end) if end < len(self.problem.layers) else 0.0
+        return self.problem.stages[stage].time_s + cut + mix.time_s
 
     def objective(self, bounds: tuple[int, ...]) -> float | None:
         """The objective with these bounds and each stage at its fastest, if every stage fits."""
@@ -141,34 +153,65 @@ def _even_times(problem: Problem, layer_s: list[float]) -> tuple[int, ...]:
     return (*bounds, layers)
 
 
-def _filled(build: _Builder) -> tuple[int, ...] | None:
-    """From the last stage on: an even share of what is left if it fits, fewer layers if not."""
+def _packed(build: _Builder, longest_s: float) -> tuple[int, ...] | None:
+    """From the last stage on, as many layers as fit and run within `longest_s`."""
     count, layers = len(build.problem.stages), len(build.problem.layers)
     bounds = [layers]
     for stage in range(count - 1, -1, -1):
         end = bounds[-1]
-        first = 0 if stage == 0 else max(stage, end - -(-end // (stage + 1)))
-        while first < end and build.mix(stage, first, end) is None:
-            first += 1
-        if first >= end or (stage == 0 and first > 0):
+        low, high = stage, end  # the first layer lies in low..high-1; high stands for "none fits"
+        while low < high:
+            middle = (low + high) // 2
+            if build.time(stage, middle, end) <= longest_s:
+                high = middle
+            else:
+                low = middle + 1
+        if low >= end:
             return None
-        bounds.append(first)
-    return tuple(reversed(bounds))
-
-
-def _packed(build: _Builder) -> tuple[int, ...] | None:
-    """From the last stage on, as many layers as fit, leaving one for each stage before."""
-    count, layers = len(build.problem.stages), len(build.problem.layers)
-    bounds = [layers]
-    for stage in range(count - 1, -1, -1):
-        end = bounds[-1]
-        first = end - 1
-        if first < stage or build.mix(stage, first, end) is None:
-            return None
-        while first > stage and build.mix(stage, first - 1, end) is not None:
-            first -= 1
-        bounds.append(first)
+        bounds.append(low)
     return tuple(reversed(bounds)) if bounds[-1] == 0 else None
+
+
+def _bottleneck(build: _Builder) -> tuple[int, ...] | None:
+    """The packed cut with the least slowest stage, to a thousandth; None where nothing fits."""
+    best = _packed(build, float("inf"))
+    if best is None or len(build.problem.stages) == 1:
+        return best
+    spans = list(zip(best, best[1:], strict=False))
+    high = max(build.time(stage, *span) for stage, span in enumerate(spans))
+    low = sum(build.time(stage, *span) for stage, span in enumerate(spans)) / len(spans) / 2
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        packed = _packed(build, middle)
+        if packed is None:
+            low = middle
+        else:
+            high, best = middle, packed
+    return best
+
+
+def _reachable(build: _Builder) -> tuple[int, ...] | None:
+    """Any feasible cut: backward, all positions where a stage may start; forward, one path."""
+    count, layers = len(build.problem.stages), len(build.problem.layers)
+    starts: list[set[int]] = [set() for _ in range(count)] + [{layers}]
+    for stage in range(count - 1, -1, -1):
+        first = covered = stage
+        for end in sorted(starts[stage + 1]):
+            while first < end and build.mix(stage, first, end) is None:
+                first += 1
+            starts[stage].update(range(max(first, covered), end))
+            covered = end
+    if 0 not in starts[0]:
+        return None
+    bounds = [0]
+    for stage in range(count):
+        first = bounds[-1]
+        ends = (end for end in sorted(starts[stage + 1], reverse=True) if end > first)
+        fitting = next((end for end in ends if build.mix(stage, first, end) is not None), None)
+        if fitting is None:
+            return None
+        bounds.append(fitting)
+    return tuple(bounds)
 
 
 def with_chunks(problem: Problem, first: int, last: int) -> Solution | None:

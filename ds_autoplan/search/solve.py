@@ -145,7 +145,10 @@ def _solve(
     else:
         # a limit prunes as well as a constructed start does, and costs nothing
         start = construct(problem) if limit_s == float("inf") else None
-        solution = solve_exact(problem, start, deadline, limit_s)
+        if start is None and limit_s == float("inf") and not any(problem.carried_bytes):
+            solution = None  # construction would have found one
+        else:
+            solution = solve_exact(problem, start, deadline, limit_s)
     if solution is None and limit_s == float("inf"):
         outcome.too_big.append((candidate, 0.0))
     return Solved(candidate, problem, solution) if solution is not None else None

@@ -1,0 +1,1 @@
+"""Benchmarks of the planner: each prints a table, and JSON with --json."""

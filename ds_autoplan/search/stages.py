@@ -1,0 +1,188 @@
+"""Stage options for the path over cuts, each distinct content solved once, with bounds on the rest.
+
+Besides a stage's Pareto mixes this answers, for every position where a stage may start, the least
+summed time and the least slowest time of all stages from there on, each exact by itself (a backward
+pass over positions). Together they bound any continuation of a partial path.
+"""
+
+from __future__ import annotations
+
+from ds_autoplan.search.mix import Mix, Mixer, Room
+from ds_autoplan.search.problem import Problem, fastest_times, prefix_counts
+
+RELATIVE = 1e-12
+_INFINITY = float("inf")
+
+
+class Stages:
+    """One problem's stages under an incumbent.
+
+    `longest_s` is the slowest stage that can still beat the incumbent;
+    `rest_sum_s[stage][position]` and `rest_longest_s[stage][position]` bound the stages from
+    `stage` on.
+    """
+
+    def __init__(self, problem: Problem, incumbent_s: float) -> None:
+        """Bound every stage's time by the incumbent, then bound the rests."""
+        self.problem = problem
+        self.incumbent_s = incumbent_s
+        self.counts = prefix_counts(problem)
+        self.mixer = Mixer(problem.choices)
+        self._mixes: dict[object, list[Mix]] = {}
+        self._least_bytes: dict[tuple[int, float], float] = {}
+        fastest = fastest_times(problem)
+        self.prefix_s = [0.0]
+        for layer in problem.layers:
+            self.prefix_s.append(self.prefix_s[-1] + fastest[layer])
+        cuts = problem.cut_time_s[1:]
+        last = len(problem.stages) - 1
+        self.least_cut_s = min(cuts) if cuts and last > 0 else 0.0
+        per_step = [min(c.per_step_s for c in choices) for choices in problem.choices]
+        total = sum(per_step[layer] for layer in problem.layers)
+        total += sum(stage.per_step_s for stage in problem.stages)
+        self.per_step_floor_s = total / (last + 1)
+        self.rest_sum_s: list[dict[int, float]] = []
+        self.rest_longest_s: list[dict[int, float]] = []
+        least = self.prefix_s[-1] + last * self.least_cut_s
+        self.longest_s = self._longest(least + sum(stage.time_s for stage in problem.stages))
+        self.windows = self._windows()
+        if self.windows is not None:
+            self._bound_rests(self.windows)
+            if 0 in self.rest_sum_s[0]:
+                self.longest_s = min(self.longest_s, self._longest(self.rest_sum_s[0][0]))
+
+    @property
+    def bound_s(self) -> float:
+        """A lower bound on every solution that beats the incumbent; infinite if there is none."""
+        if self.windows is None or 0 not in self.rest_sum_s[0]:
+            return _INFINITY
+        return self.bound(self.rest_sum_s[0][0], self.rest_longest_s[0][0], 0.0)
+
+    def bound(self, total_s: float, longest_s: float, per_step_s: float) -> float:
+        """The objective of given totals."""
+        return (
+            self.problem.sum_weight * total_s
+            + self.problem.max_weight * longest_s
+            + max(per_step_s, self.per_step_floor_s)
+            + self.problem.constant_s
+        )
+
+    def _longest(self, total_s: float) -> float:
+        """The slowest stage that beats the incumbent where all stages together take `total_s`."""
+        spare = self.incumbent_s - self.bound(total_s, 0.0, 0.0)
+        if self.problem.max_weight > 0:
+            return spare / self.problem.max_weight * (1 + RELATIVE)
+        return (total_s + spare / self.problem.sum_weight) * (1 + RELATIVE)
+
+    def fixed_s(self, stage: int, end: int) -> float:
+        """T_s without its layers."""
+        cut = self.problem.cut_time(end) if end < len(self.problem.layers) else 0.0
+        return self.problem.stages[stage].time_s + cut
+
+    def hopeless(self, stage: int, first: int, end: int) -> bool:
+        """No mix of these layers, nor of these and more, can fit or be fast enough."""
+        own = self.problem.stages[stage]
+        if self.prefix_s[end] - self.prefix_s[first] + own.time_s > self.longest_s:
+            return True
+        kept = own.activation_bytes + self.problem.carried(first)
+        budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
+        least = own.workspace_bytes
+        for klass, (after, before) in enumerate(
+            zip(self.counts[end], self.counts[first], strict=True)
+        ):
+            if after > before:
+                least += (after - before) * self._least(klass, own.in_flight)
+        return least > budget * (1 + RELATIVE)
+
+    def _least(self, klass: int, in_flight: float) -> float:
+        key = (klass, in_flight)
+        if key not in self._least_bytes:
+            self._least_bytes[key] = min(
+                choice.state_bytes + in_flight * choice.activation_bytes
+                for choice in self.problem.choices[klass]
+            )
+        return self._least_bytes[key]
+
+    def options(self, stage: int, first: int, end: int) -> list[Mix]:
+        """The Pareto mixes of layers first..end-1 on `stage`, fastest first.
+
+        Mixes that cannot beat the first incumbent may be missing; ask :attr:`longest_s` of each.
+        """
+        if len(self.problem.choices) == 1:
+            counts: tuple[int, ...] = (end - first,)
+        else:
+            pairs = zip(self.counts[end], self.counts[first], strict=True)
+            counts = tuple(after - before for after, before in pairs)
+        carried = self.problem.carried(first)
+        key = (stage, counts, carried)
+        found = self._mixes.get(key)
+        if found is None:
+            own = self.problem.stages[stage]
+            kept = own.activation_bytes + carried
+            budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
+            cut = self.least_cut_s if stage < len(self.problem.stages) - 1 else 0.0
+            found = self.mixer.frontier(
+                counts,
+                Room(own.in_flight, budget, own.workspace_bytes),
+                self.longest_s - own.time_s - cut,
+                self.per_step_floor_s - own.per_step_s,
+            )
+            self._mixes[key] = found
+        return found
+
+    def _windows(self) -> list[tuple[int, int]] | None:
+        """For each stage the positions where it may start, from the limit on a stage's time."""
+        count, layers = len(self.problem.stages), len(self.problem.layers)
+
+        def fits(stage: int, first: int, end: int) -> bool:
+            least = self.prefix_s[end] - self.prefix_s[first]
+            return least + self.problem.stages[stage].time_s <= self.longest_s
+
+        high = [0]
+        for stage in range(count):
+            end, furthest = high[stage], layers - (count - 1 - stage)
+            while end < furthest and fits(stage, high[stage], end + 1):
+                end += 1
+            if end == high[stage]:
+                return None
+            high.append(end)
+        if high[count] < layers:
+            return None
+        low = [layers] * (count + 1)
+        low[0] = 0
+        for stage in range(count - 1, 0, -1):
+            end = low[stage + 1]
+            first = end - 1
+            while first > stage and fits(stage, first - 1, end):
+                first -= 1
+            low[stage] = first
+        return list(zip(low, high, strict=True))
+
+    def _bound_rests(self, windows: list[tuple[int, int]]) -> None:
+        """Backward over stages: least sum and least maximum of the times from each start on."""
+        count, layers = len(self.problem.stages), len(self.problem.layers)
+        sums: list[dict[int, float]] = [{} for _ in range(count + 1)]
+        longest: list[dict[int, float]] = [{} for _ in range(count + 1)]
+        sums[count][layers] = longest[count][layers] = 0.0
+        for stage in range(count - 1, -1, -1):
+            (low, high), (next_low, next_high) = windows[stage], windows[stage + 1]
+            for first in range(low, high + 1):
+                best_sum = best_longest = _INFINITY
+                for end in range(max(first + 1, next_low), next_high + 1):
+                    rest = sums[stage + 1].get(end)
+                    if rest is None:
+                        continue
+                    if self.hopeless(stage, first, end):
+                        break
+                    mixes = self.options(stage, first, end)
+                    if not mixes:
+                        continue
+                    time_s = self.fixed_s(stage, end) + mixes[0].time_s
+                    if time_s <= self.longest_s:
+                        best_sum = min(best_sum, time_s + rest)
+                        slowest = max(time_s, longest[stage + 1][end])
+                        best_longest = min(best_longest, slowest)
+                if best_sum < _INFINITY:
+                    sums[stage][first] = best_sum
+                    longest[stage][first] = best_longest
+        self.rest_sum_s, self.rest_longest_s = sums, longest
