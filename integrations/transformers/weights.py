@@ -217,9 +217,10 @@ def whole_under_zero_3(
     keep = service.keeps
     state: OrderedDict[str, Tensor] = OrderedDict()
     for name in service.names:
-        if name in service.tied and service.tied[name] in state:
-            state[name] = state[service.tied[name]]
-            continue
+        if name in service.tied:
+            if keep:
+                state[name] = state[service.tied[name]]
+            continue  # on every rank: what follows is a collective
         parameter = parameters.get(name)
         if parameter is None:
             state[name] = service._local()[name].detach().cpu().clone()
