@@ -75,7 +75,7 @@ class Topology:
         return self.levels[-1].size
 
     def span(self, degree: int, stride: int = 1) -> tuple[int, ...]:
-        """Ways that an axis of `degree` and `stride` covers at each level; their product is it.
+        """Ways an axis of `degree` and `stride` covers at each level; they multiply to `degree`.
 
         On 2 x 8 devices, degree 4 and stride 4 is (2, 2): two members in a node, across two nodes.
         """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from ds_autoplan.cluster.collectives import point_to_point_s
 from ds_autoplan.cost.eager import keeps_of, norm_bytes
 from ds_autoplan.cost.interface import LayerCost
 from ds_autoplan.cost.setting import Detail, Pass, Setting
@@ -26,6 +27,18 @@ def _vocabulary_ways(vocabulary: str, degrees: Degrees) -> int:
 
 def _padded(vocab_size: int, ways: int) -> float:
     return math.ceil(vocab_size / ways) * ways if ways > 1 else float(vocab_size)
+
+
+def send_s(setting: Setting, degrees: Degrees, width: float, sequence_parallel: bool) -> float:
+    """Exposed time of sending `width` elements a token to the next stage, one way."""
+    if degrees.pp == 1:
+        return 0.0
+    sent = setting.tokens(degrees) * width * setting.element
+    if sequence_parallel or setting.framework.scatter_sends:
+        sent /= degrees.tp
+    stride = setting.topology.axis_stride(degrees, "pp")
+    hidden = setting.framework.pipeline_overlap if degrees.vpp > 1 else 0.0
+    return degrees.vpp * (1.0 - hidden) * point_to_point_s(setting.topology, sent, stride)
 
 
 def embedding_cost(
@@ -102,8 +115,10 @@ def head_cost(
     if degrees.tp > 1 and ways > 1:
         kind = "all_gather" if sequence_parallel else "all_reduce"
         tp_s = setting.collective(kind, stream, degrees, "tp")
-    forward = Pass(forward_s, tp_s if sequence_parallel else 0.0, 0.0, 0.0)
-    backward = Pass(backward_s, tp_s, 0.0, 0.0)
+    # The last stage receives hidden states and sends their gradient, though no cut follows it.
+    transfer = send_s(setting, degrees, graph.hidden_size, sequence_parallel)
+    forward = Pass(forward_s, tp_s if sequence_parallel else 0.0, 0.0, 0.0, transfer)
+    backward = Pass(backward_s, tp_s, 0.0, 0.0, transfer)
     norm = norm_bytes(keeps_of(graph.model_type).norm, e) if framework.eager_blocks else e
     kept = tokens * setting.hidden * (norm + e) / (degrees.tp if sequence_parallel else 1)
     # The loss keeps its 32-bit log-probabilities; the rest of its peak is transient.
@@ -142,5 +157,7 @@ def _end(
         workspace_bytes=(workspace + gathered.workspace_bytes) * waste,
         per_step_s=per_step,
     )
-    detail = Detail(forward.tp_s + backward.tp_s, 0.0, 0.0, zero3, dp_s)
+    detail = Detail(
+        forward.tp_s + backward.tp_s, 0.0, 0.0, zero3, dp_s, forward.pp_s + backward.pp_s
+    )
     return cost, detail

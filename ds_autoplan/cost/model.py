@@ -12,7 +12,7 @@ from ds_autoplan.cluster.collectives import point_to_point_s
 from ds_autoplan.cluster.topology import Topology
 from ds_autoplan.cost import constants as fitted
 from ds_autoplan.cost.constants import Constants
-from ds_autoplan.cost.ends import embedding_cost, head_cost
+from ds_autoplan.cost.ends import embedding_cost, head_cost, send_s
 from ds_autoplan.cost.frameworks import BY_BACKEND, Framework
 from ds_autoplan.cost.interface import LayerCost, StageAssignment, StageEstimate, StepEstimate
 from ds_autoplan.cost.kernels import kernels_for
@@ -112,13 +112,8 @@ class AnalyticCostModel:
         if degrees.pp == 1:
             return 0.0
         width = self.graph.hidden_size if elements_per_token is None else elements_per_token
-        sent = self.setting.tokens(degrees) * width * self.setting.element
-        if strategy.sequence_parallel or self.framework.scatter_sends:
-            sent /= degrees.tp
-        stride = self.topology.axis_stride(degrees, "pp")
-        once = point_to_point_s(self.topology, sent, stride)
-        hidden = self.framework.pipeline_overlap if degrees.vpp > 1 else 0.0
-        return 2.0 * degrees.vpp * once * (1.0 - hidden)
+        exchange = send_s(self.setting, degrees, width, strategy.sequence_parallel)
+        return exchange * (4.0 if self.framework.blocking_sends else 2.0)
 
     def relayout_s(self, before: Strategy, after: Strategy, degrees: Degrees) -> float:
         """Time to convert hidden states, and their gradient, between neighbouring layers.
@@ -191,7 +186,7 @@ class AnalyticCostModel:
             "tp": micro * worst.detail.tp_s,
             "cp": micro * worst.detail.cp_s,
             "ep": micro * worst.detail.ep_s,
-            "pp": micro * worst.boundary_s,
+            "pp": micro * (worst.boundary_s + worst.detail.pp_s),
             "dp": dp_s + micro * worst.detail.zero3_s,
             "bubble": fill + steady - micro * times[slowest],
             "optimizer": per_step - dp_s,
@@ -294,6 +289,7 @@ class AnalyticCostModel:
                 sum(d.ep_s for d in details),
                 sum(d.zero3_s for d in details),
                 sum(d.dp_s for d in details),
+                sum(d.pp_s for d in details),
             ),
             memory={key: round(value) for key, value in zip(MEMORY_KEYS, amounts, strict=True)},
         )

@@ -73,6 +73,7 @@ class Detail:
     ep_s: float
     zero3_s: float
     dp_s: float
+    pp_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,12 @@ class Pass:
     tp_s: float
     cp_s: float
     ep_s: float
+    pp_s: float = 0.0
 
     @property
     def communication_s(self) -> float:
         """Exposed traffic."""
-        return self.tp_s + self.cp_s + self.ep_s
+        return self.tp_s + self.cp_s + self.ep_s + self.pp_s
 
     @property
     def total_s(self) -> float:
