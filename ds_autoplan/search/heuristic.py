@@ -20,6 +20,8 @@ from ds_autoplan.search.problem import (
     prefix_counts,
 )
 
+_MOST = 1e30  # any stage that fits is faster
+
 
 def construct(problem: Problem) -> Solution | None:
     """A feasible solution, or None where there is none (see above for the one exception)."""
@@ -162,7 +164,7 @@ def _packed(build: _Builder, longest_s: float) -> tuple[int, ...] | None:
         low, high = stage, end  # the first layer lies in low..high-1; high stands for "none fits"
         while low < high:
             middle = (low + high) // 2
-            if build.time(stage, middle, end) <= longest_s:
+            if build.time(stage, middle, end) <= min(longest_s, _MOST):
                 high = middle
             else:
                 low = middle + 1

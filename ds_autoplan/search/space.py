@@ -265,7 +265,7 @@ def _zero_stages(
     if halves and workload.backend == "deepspeed":
         lowest = 1
         space.exclude(
-            "DeepSpeed's 16-bit optimizers without ZeRO take a part of the gradient norm under tp or pp",
+            "DeepSpeed without ZeRO takes a part of the 16-bit gradient norm under tp or pp",
             tp=tp,
             pp=pp,
             zero_stage=0,

@@ -133,10 +133,19 @@ class Stages:
     def _windows(self) -> list[tuple[int, int]] | None:
         """For each stage the positions where it may start, from the limit on a stage's time."""
         count, layers = len(self.problem.stages), len(self.problem.layers)
+        cuts = self.problem.cut_time_s[1:]
+        alike = not any(self.problem.carried_bytes) and len(set(cuts)) <= 1
 
         def fits(stage: int, first: int, end: int) -> bool:
             least = self.prefix_s[end] - self.prefix_s[first]
-            return least + self.problem.stages[stage].time_s <= self.longest_s
+            if least + self.problem.stages[stage].time_s > self.longest_s:
+                return False
+            if not alike:
+                return True  # fewer layers may cost more: only what holds for both is used
+            mixes = self.options(stage, first, end)
+            cut = self.least_cut_s if stage < count - 1 else 0.0
+            fixed = self.problem.stages[stage].time_s + cut
+            return bool(mixes) and mixes[0].time_s + fixed <= self.longest_s
 
         high = [0]
         for stage in range(count):
