@@ -86,6 +86,7 @@ def exchange(
         BadInputError: on every rank, if the ranks' arguments differ in more than samples and length.
     """
     names = sorted(name for name, value in inputs.items() if isinstance(value, Tensor))
+    inputs = {**inputs, **_one_row_per_sample(inputs, names)}
     others = {name: value for name, value in inputs.items() if name not in names}
     header = _header(inputs, names, others)
     headers = [torch.empty_like(header, device=device) for _ in range(dist.get_world_size(group))]
@@ -107,6 +108,18 @@ def exchange(
         padded = [_pad(piece, name, length, target) for piece, length in zip(pieces, lengths)]
         tensors[name] = torch.cat(padded)
     return ReplicaBatch(tensors, scalars, others, samples, lengths, dist.get_rank(group))
+
+
+def _one_row_per_sample(inputs: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
+    """Tensors given once for all samples (position ids of shape [1, sequence]), repeated for each."""
+    if "input_ids" not in names:
+        return {}
+    samples = inputs["input_ids"].shape[0]
+    return {
+        name: inputs[name].expand(samples, *inputs[name].shape[1:])
+        for name in names
+        if inputs[name].dim() > 1 and inputs[name].shape[0] == 1 != samples
+    }
 
 
 def _header(inputs: dict[str, Any], names: list[str], others: dict[str, Any]) -> Tensor:

@@ -104,6 +104,16 @@ class Replica:
         self.model.forward = self
         self.model.loss_function = self.loss_function
         self.model.autoplan = self
+        if hasattr(self.model, "generate"):
+            self.model.generate = self._refuse_to_generate
+
+    def _refuse_to_generate(self, *_: Any, **__: Any) -> Any:
+        degrees = self.plan.degrees
+        raise UnsupportedError(
+            f"generate was called under tp {degrees.tp} and pp {degrees.pp}.",
+            "Generation keeps a cache of whole heads on every rank, which a shard does not have.",
+            "Save the model (save_pretrained), open it with from_pretrained and generate there.",
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, as a data-parallel rank sees it."""

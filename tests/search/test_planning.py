@@ -181,7 +181,7 @@ def test_why_not_names_rule_memory_and_pins() -> None:
 def test_infeasible_lists_priced_relaxations() -> None:
     options = PlanOptions(pins={"zero_stage": 0, "tp": 1, "pp": 1})
     with pytest.raises(InfeasibleError) as caught:
-        plan("llama-2-13b", CLUSTER, Workload(2048, 64), options)
+        plan("llama-2-13b", CLUSTER, Workload(2048, 64, precision="fp32"), options)
     ways = caught.value.details["relaxations"]
     assert {"zero_stage", "tp", "pp"} <= {way["change"] for way in ways}
     assert all(way["step_s"] > 0 for way in ways)
@@ -190,7 +190,9 @@ def test_infeasible_lists_priced_relaxations() -> None:
     for way in ways:
         if way["change"] in options.pins:
             pins = {**options.pins, way["change"]: way["value"]}
-            again = plan("llama-2-13b", CLUSTER, Workload(2048, 64), PlanOptions(pins=pins))
+            again = plan(
+                "llama-2-13b", CLUSTER, Workload(2048, 64, precision="fp32"), PlanOptions(pins=pins)
+            )
             assert again.step_s == pytest.approx(way["step_s"], rel=1e-9)
 
 
