@@ -39,7 +39,7 @@ class Framework:
         blocking_sends: a stage's four transfers of a micro-batch run one after another, not as two
             exchanges that send and receive at once.
         bucket_elements: gradients that a buffer allocated for good holds.
-        zero3_overlap: ZeRO-3 parameter gathers are prefetched under compute.
+        zero3_overlap: share of ZeRO-3's gathers that may be prefetched under compute.
         optimizer_bytes_moved: bytes moved per parameter (of the local shard) by the optimizer step.
         step_overhead_s: host work per step: data, scheduler, logging, loss scaling.
         context_bytes: CUDA context, NCCL channels and buffers, cuBLAS workspaces.
@@ -93,7 +93,7 @@ class Framework:
     scatter_sends: bool = True
     blocking_sends: bool = False
     bucket_elements: float = 0.0
-    zero3_overlap: bool = True
+    zero3_overlap: float = 1.0
     optimizer_bytes_moved: float = 34.0
     step_overhead_s: float = 0.01
     context_bytes: float = 2.5e9
@@ -183,6 +183,7 @@ DEEPSPEED = Framework(
     gradient_overlap=False,
     parameter_overlap=False,
     pipeline_overlap=0.0,
+    zero3_overlap=0.5,
     scatter_sends=False,
     blocking_sends=True,
     bucket_elements=5e8,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_autoplan.cluster.collectives import collective_s, volume_bytes
 from ds_autoplan.cluster.topology import Topology
@@ -26,6 +26,9 @@ class Setting:
     hidden: int
     model_type: str = ""
     volume_only: bool = False
+    collectives: dict[tuple[str, float, tuple[int, ...]], float] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     shard_group: int = 0  # ranks that ZeRO shards over; 0: all that hold the same parameters
 
     @property
@@ -56,7 +59,11 @@ class Setting:
         if self.volume_only:
             fast = self.topology.levels[0].bytes_per_s
             return volume_bytes(kind, buffer_bytes, ways) / fast
-        return collective_s(self.topology, kind, buffer_bytes, ways)
+        key = (kind, buffer_bytes, ways)
+        found = self.collectives.get(key)
+        if found is None:
+            found = self.collectives[key] = collective_s(self.topology, kind, buffer_bytes, ways)
+        return found
 
     def bucketed(self, kind: str, bytes_: float, ways: tuple[int, ...]) -> float:
         """A collective over `bytes_` that runs bucket by bucket: affine in bytes."""

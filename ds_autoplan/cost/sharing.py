@@ -112,10 +112,8 @@ def shared_state(
     return (states[0], states[1], states[2]), reduced, per_step + dp_s, gathered, dp_s
 
 
-def _beyond(setting: Setting, traffic: float, compute: float, overlap: bool) -> float:
-    """What of `traffic` shows when it may hide under `compute`."""
-    if not overlap:
-        return traffic
+def _beyond(setting: Setting, traffic: float, compute: float, overlap: float) -> float:
+    """What of `traffic` shows when a share `overlap` of it may hide under `compute`."""
     window = compute * setting.constants.overlap_window
-    hidden = min(traffic, window)
+    hidden = min(traffic * overlap, window)
     return traffic - hidden + hidden * setting.constants.overlap_slowdown
