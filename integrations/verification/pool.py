@@ -1,13 +1,14 @@
 """Processes that stay up over many cases: one per rank, and a referee for the reference.
 
-Starting four processes that import torch and DeepSpeed takes many times longer than a tiny case. The pool starts
-as many ranks as the largest case so far needed; smaller cases use the first ones. A case that raises on all ranks
-is an answer like any other. One that does not end in time is ended with a dump of every thread's stack, and
-the processes are started anew for the next case. No torch here.
+Importing torch, transformers and DeepSpeed takes many times longer than a tiny case: one process does it and
+forks the others (see worker.py). There are as many ranks as the largest case so far needed; smaller cases use
+the first ones. A case that raises on all ranks is an answer like any other. One that does not end in time is
+ended with a dump of every thread's stack, and the next case gets new processes. No torch here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,13 +18,14 @@ import tempfile
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ds_autoplan
 
-START_S = 300.0
+START_S = 600.0
 # After one rank raised, how long the others get to raise too.
 GRACE_S = 30.0
 # How long a process gets to write its stacks.
@@ -42,13 +44,12 @@ class CaseFailed(Exception):
 
 @dataclass
 class Member:
-    """One process: its name in messages, its connection and what it writes."""
+    """One process: its name in messages, its id, its connection and what it writes."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    pid: int
     channel: Connection
     log: Path
-    ready: bool = False
 
 
 class Pool:
@@ -63,6 +64,7 @@ class Pool:
         self.use_gpus = use_gpus
         self.members: dict[int, Member] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="ds_autoplan_verify_"))
+        self.starter: tuple[subprocess.Popen[bytes], Connection] | None = None
         self.started = self.cases = 0
 
     def __enter__(self) -> Pool:
@@ -73,7 +75,12 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         """End all processes and remove their files."""
-        self.end(list(self.members))
+        self.end()
+        if self.starter is not None:
+            process, channel = self.starter
+            channel.close()
+            process.kill()
+            process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def ask(self, requests: dict[int, dict[str, Any]], limit_s: float) -> dict[int, dict[str, Any]]:
@@ -89,32 +96,46 @@ class Pool:
         failed = [key for key, answer in answers.items() if "error" in answer]
         if failed:
             first = answers[failed[0]]
-            where = "" if len(failed) == len(requests) else f"{self.members[failed[0]].name}: "
+            asked = [key for key in requests if key != REFEREE]
+            where = "" if failed == asked else f"{self.members[failed[0]].name}: "
             raise CaseFailed(where + first["error"], first["trace"])
         return {key: answer["value"] for key, answer in answers.items()}
 
     # Starting and ending
 
     def _start(self, keys: list[int]) -> None:
-        new = [key for key in keys if key not in self.members]
-        for key in new:
+        new = sorted(key for key in keys if key not in self.members)
+        for key in new:  # the referee first: see the starter
             self.members[key] = self._member(key)
-        if not new:
-            return
-        answers = self._collect(new, START_S)
-        for key in new:
-            self.members[key].ready = "ready" in answers[key]
+        if new:
+            self._collect(new, START_S)
 
     def _member(self, key: int) -> Member:
         name = "referee" if key == REFEREE else f"rank {key}"
         self.started += 1
         log = self.folder / f"{name.replace(' ', '_')}_{self.started}.log"
+        log.touch()
+        process, starter = self.starter = self.starter or self._starter()
         ours, theirs = Pipe()
-        role = "referee" if key == REFEREE else str(key)
-        module = "ds_autoplan.integrations.verification.worker"
-        with log.open("wb") as output:
+        starter.send((name.removeprefix("rank "), str(log)))
+        send_handle(starter, theirs.fileno(), process.pid)
+        theirs.close()
+        if not starter.poll(START_S):
+            raise CaseFailed(f"No process was started within {START_S:.0f} s.")
+        try:
+            pid = starter.recv()
+        except EOFError:
+            self.starter = None
+            text = (self.folder / "starter.log").read_text(errors="replace")
+            raise CaseFailed("The processes cannot be started.", text[-4000:]) from None
+        return Member(name, pid, ours, log)
+
+    def _starter(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "ds_autoplan.integrations.verification.worker"]
+        with (self.folder / "starter.log").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), role],
+                [*command, str(theirs.fileno()), *([] if self.use_gpus else ["preload"])],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -122,7 +143,7 @@ class Pool:
                 env=self._environment(),
             )
         theirs.close()
-        return Member(name, process, ours, log)
+        return process, ours
 
     def _environment(self) -> dict[str, str]:
         """The caller's, with one thread per process and this package on the path."""
@@ -133,14 +154,13 @@ class Pool:
             changed |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         return {**os.environ, **changed}
 
-    def end(self, keys: list[int]) -> None:
-        """End some members at once."""
-        gone = [self.members.pop(key) for key in keys if key in self.members]
-        for member in gone:
+    def end(self) -> None:
+        """End all members at once; the starter stays."""
+        for member in self.members.values():
             member.channel.close()
-            member.process.kill()
-        for member in gone:
-            member.process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
+        self.members.clear()
 
     # Answers
 
@@ -178,14 +198,15 @@ class Pool:
                 trace = answer["trace"]
                 break
         details = trace + "\n".join(self._stacks(key) for key in silent)
-        self.end(list(self.members))
+        self.end()
         return CaseFailed(message, details)
 
     def _stacks(self, key: int) -> str:
         """What a silent member is doing: the stacks of its threads."""
         member = self.members[key]
         before = member.log.stat().st_size
-        member.process.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGUSR1)
         end = time.monotonic() + DUMP_S
         text = ""
         while time.monotonic() < end:
@@ -198,7 +219,6 @@ class Pool:
 
     def _death(self, key: int) -> CaseFailed:
         member = self.members[key]
-        status = member.process.wait()
         tail = member.log.read_text(errors="replace")[-4000:]
-        self.end(list(self.members))
-        return CaseFailed(f"{member.name} ended with status {status}.", tail)
+        self.end()
+        return CaseFailed(f"{member.name} ended.", tail)
