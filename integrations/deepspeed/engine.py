@@ -121,4 +121,5 @@ class AutoplanEngine(ScriptView, DeepSpeedEngine):
         """The optimizer step, at the script's accumulation boundary."""
         boundary = self.is_gradient_accumulation_boundary()
         super().step(lr_kwargs)
+        self.note_step()
         self.clock.step(boundary)

@@ -268,6 +268,7 @@ class AutoplanPipelineEngine(ScriptView, PipelineEngine):
             self._exec_reduce_grads()
             self._exec_optimizer_step(lr_kwargs)
         self.micro_steps += 1
+        self.note_step()
         self.clock.step(boundary)
 
     def _scale_gradients(self) -> None:

@@ -17,6 +17,17 @@ class ScriptView:
     script_batch: BatchSettings
     weight_service: WeightService | None = None
 
+    def note_step(self) -> None:
+        """Tell the rank's weight service that the weights have changed."""
+        if self.weight_service is not None:
+            self.weight_service.note_step()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; it changes the weights as a step does."""
+        loaded = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        self.note_step()
+        return loaded
+
     def destroy(self) -> None:
         """End the engine, and the thread that serves this rank's weights; all ranks call it."""
         if self.weight_service is not None:

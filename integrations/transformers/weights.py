@@ -2,8 +2,9 @@
 
 In data parallelism a script may save on one rank alone (`if rank == 0: model.save_pretrained(...)`), so
 that must work here. Every rank of a replica runs a thread that serves its own pieces on request, over a
-gloo group of its own; while the asking rank is busy saving, the others cannot change their weights, because
-their next call waits for it in the batch exchange. At the end of the script a rank stays until the ranks that
+gloo group of its own. A rank that is behind answers when it has done as many steps as the asking one; one
+that is ahead cannot have changed its weights, because its next call waits in the batch exchange for the
+rank that is busy saving. At the end of the script a rank stays until the ranks that
 may still ask have said that they are done.
 
 ZeRO stage 3 partitions the pieces once more; there, as with DeepSpeed itself, all ranks must call together.
@@ -78,7 +79,8 @@ class WeightService:
         self.model, self.names, self.tied, self.tp = model, names, tied, tp
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank()
-        self.steps_lock = threading.RLock()
+        self.steps = 0
+        self.stepped = threading.Condition()
         self.own = self._own_pieces(shards)
         held: list[Any] = [None] * len(self.ranks)
         local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
@@ -123,29 +125,36 @@ class WeightService:
                 mine = made
         return mine
 
+    def note_step(self) -> None:
+        """Count an update of the weights; every rank makes the same ones."""
+        with self.stepped:
+            self.steps += 1
+            self.stepped.notify_all()
+
     # Serving
 
     def _serve(self) -> None:
         while not all(event.is_set() for event in self.finished.values()):
-            request = torch.zeros(3, dtype=torch.int64)
+            request = torch.zeros(4, dtype=torch.int64)
             try:
                 dist.recv(request, group=self.service_group, tag=REQUEST_TAG)
             except (RuntimeError, ValueError):
                 return  # the group was torn down: the job ends
-            kind, source, index = request.tolist()
+            kind, source, index, steps = request.tolist()
             if kind == DONE:
                 self.finished[source].set()
                 continue
-            with self.steps_lock:
-                tensor = self._local()[self.names[index]].detach()
-                payload = tensor.contiguous().cpu().flatten().view(torch.uint8).clone()
+            with self.stepped:  # the asking rank may be ahead: answer when as many steps are done
+                self.stepped.wait_for(lambda: self.steps >= steps)  # noqa: B023
+            tensor = self._local()[self.names[index]].detach()
+            payload = tensor.contiguous().cpu().flatten().view(torch.uint8).clone()
             dist.send(payload, dst=source, group=self.service_group, tag=REPLY_TAG)
 
     def _ask(self, rank: int, index: int, piece: Piece) -> Tensor:
         name = self.names[index]
         if rank == self.rank:
             return self._local()[name].detach().cpu()
-        request = torch.tensor([GET, self.rank, index], dtype=torch.int64)
+        request = torch.tensor([GET, self.rank, index, self.steps], dtype=torch.int64)
         dist.send(request, dst=rank, group=self.service_group, tag=REQUEST_TAG)
         count = torch.Size(piece.shape).numel() * torch.empty((), dtype=piece.dtype).element_size()
         payload = torch.empty(count, dtype=torch.uint8)
@@ -164,7 +173,7 @@ class WeightService:
         if self.rank in self.keepers:
             for rank in self.ranks:
                 if rank != self.rank:
-                    request = torch.tensor([DONE, self.rank, 0], dtype=torch.int64)
+                    request = torch.tensor([DONE, self.rank, 0, 0], dtype=torch.int64)
                     dist.send(request, dst=rank, group=self.service_group, tag=REQUEST_TAG)
         for event in self.finished.values():
             event.wait()
