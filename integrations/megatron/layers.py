@@ -174,4 +174,7 @@ class VocabParallel(VocabParallelEmbedding):
         output = functional.embedding(local, self.weight, self.padding_idx)
         output = output.masked_fill(outside.unsqueeze(-1), 0.0)
         output = reduce_from_tensor_model_parallel_region(output)
-        return output if self.scale is None else output * self.scale
+        if self.scale is None:
+            return output
+        # As the Hugging Face embedding does: the factor is rounded to the weight's type first.
+        return output * torch.tensor(self.scale, dtype=output.dtype, device=output.device)

@@ -18,13 +18,16 @@ class AttentionLayout:
 
     Attributes:
         projections: "separate" (q, k, v), "blocks" (one weight: all q heads, all k, all v),
-            "per_head" (for each head q, k, v), "grouped" (for each kv head its q heads, then k, v).
+            "per_head" (for each head q, k, v), "grouped" (for each kv head its q heads, then k, v);
+            "falcon" and "gpt_bigcode": one of these, by the module's flags; "mixed": packed in a way
+            that tp does not cut (attention is replicated).
         names: the projection modules, in the order of q, k, v, or the fused one.
         out: the output projection.
         model_types: Hugging Face model types the row holds for; empty: any that has the modules.
         counts_heads: attributes of the module that hold the number of query heads.
         counts_kv_heads: those that hold the number of kv heads.
         widths: those that hold query heads * head width.
+        kv_widths: those that hold kv heads * head width.
         head_width: attribute that holds the head width.
         reads_config: the forward reads head counts from `self.config`.
     """
@@ -33,18 +36,35 @@ class AttentionLayout:
     names: tuple[str, ...]
     out: str
     model_types: tuple[str, ...] = ()
-    counts_heads: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_head")
-    counts_kv_heads: tuple[str, ...] = ("num_key_value_heads", "num_kv_heads")
+    counts_heads: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_head", "n_heads")
+    counts_kv_heads: tuple[str, ...] = ("num_key_value_heads", "num_kv_heads", "kv_heads")
     widths: tuple[str, ...] = ()
+    kv_widths: tuple[str, ...] = ()
     head_width: str = "head_dim"
     reads_config: bool = False
 
 
 ATTENTION_LAYOUTS = (
     AttentionLayout("separate", ("q_proj", "k_proj", "v_proj"), "o_proj"),
+    AttentionLayout("separate", ("q_proj", "k_proj", "v_proj"), "dense", ("phi",)),
     AttentionLayout(
-        "separate", ("q_proj", "k_proj", "v_proj"), "out_proj", ("opt",), widths=("embed_dim",)
+        "separate",
+        ("q_proj", "k_proj", "v_proj"),
+        "out_proj",
+        ("opt", "gpt_neo", "gptj", "xglm", "biogpt"),
+        widths=("embed_dim",),
     ),
+    AttentionLayout("blocks", ("Wqkv",), "out_proj", ("mpt",), widths=("hidden_size",)),
+    AttentionLayout("mixed", ("qkv_proj",), "out_proj", ("codegen",)),
+    AttentionLayout(
+        "gpt_bigcode",
+        ("c_attn",),
+        "c_proj",
+        ("gpt_bigcode",),
+        widths=("embed_dim", "split_size"),
+        kv_widths=("kv_dim",),
+    ),
+    AttentionLayout("per_head", ("query_key_value",), "dense", ("persimmon",)),
     AttentionLayout("blocks", ("qkv_proj",), "o_proj", ("phi3",), reads_config=True),
     AttentionLayout("blocks", ("c_attn",), "c_proj", ("gpt2",), widths=("embed_dim", "split_size")),
     AttentionLayout(
@@ -65,6 +85,7 @@ MLP_LAYOUTS = (
     (("up_proj",), "down_proj"),
     (("fc1",), "fc2"),
     (("c_fc",), "c_proj"),
+    (("fc_in",), "fc_out"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
 
@@ -72,8 +93,8 @@ MLP_LAYOUTS = (
 WRITES_IN_PLACE = ("falcon",)
 
 # Modules that hold a block's attention and its MLP; "" is the block itself.
-ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
-MLP_NAMES = ("mlp", "")
+ATTENTION_NAMES = ("self_attn", "attn.attention", "attn", "attention", "self_attention")
+MLP_NAMES = ("mlp", "ffn", "")
 
 
 def projection_rows(
@@ -118,10 +139,10 @@ def projection_rows(
 
 
 def packing(layout: AttentionLayout, attention: torch.nn.Module) -> str:
-    """The `projections` of one module; Falcon's three packings are told apart by its own flags."""
-    if layout.projections != "falcon":
+    """The `projections` of one module; where a model type has several, its own flags tell."""
+    if layout.projections not in ("falcon", "gpt_bigcode"):
         return layout.projections
-    if attention.new_decoder_architecture:
+    if getattr(attention, "new_decoder_architecture", False):
         return "grouped"
     return "blocks" if attention.multi_query else "per_head"
 

@@ -150,6 +150,13 @@ class Sharder:
 
     def _attention(self, part: AttentionPart, prefix: str, parallel: bool) -> set[int]:
         """Shard attention by heads; returns the ids of the parameters whose gradient is settled."""
+        if not part.shardable:
+            raise UnsupportedError(
+                f"{prefix} cannot be split by heads ({part.projections} projections, or norms over more "
+                "than one head).",
+                "",
+                'Plan this layer with attention "replicate".',
+            )
         if part.heads % self.tp:
             raise UnsupportedError(
                 f"{prefix} has {part.heads} heads, the plan has tp {self.tp}.",
@@ -279,6 +286,7 @@ def _localise(part: AttentionPart, heads: int, kv_heads: int) -> None:
     values = {name: heads for name in layout.counts_heads}
     values |= {name: kv_heads for name in layout.counts_kv_heads}
     values |= {name: heads * part.head_width for name in layout.widths}
+    values |= {name: kv_heads * part.head_width for name in layout.kv_widths}
     values["num_key_value_groups"] = heads // kv_heads
     for name, value in values.items():
         if isinstance(getattr(module, name, None), int):
@@ -299,13 +307,15 @@ def _select_heads(
 ) -> tuple[Any, Any]:
     """Cut what is given per head (ALiBi, masks with a head dimension) to this rank's heads."""
     changed = dict(kwargs)
-    alibi = kwargs.get("alibi")
-    if isinstance(alibi, Tensor):
-        if alibi.dim() == 4:
-            changed["alibi"] = alibi[:, first:last]
-        else:
-            by_head = alibi.reshape(-1, heads, *alibi.shape[1:])[:, first:last]
-            changed["alibi"] = by_head.reshape(-1, *alibi.shape[1:])
+    for name in ("alibi", "position_bias"):
+        bias = kwargs.get(name)
+        if not isinstance(bias, Tensor):
+            continue
+        if bias.dim() == 4:
+            changed[name] = bias[:, first:last]
+        else:  # [batch * heads, ...], or [heads, ...]
+            by_head = bias.reshape(-1, heads, *bias.shape[1:])[:, first:last]
+            changed[name] = by_head.reshape(-1, *bias.shape[1:])
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == heads > 1:
         changed["attention_mask"] = mask[:, first:last]

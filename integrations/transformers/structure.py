@@ -47,7 +47,9 @@ class AttentionPart:
 
     @property
     def shardable(self) -> bool:
-        """Whether the other weights (norms of queries and keys) work on single heads."""
+        """Whether heads can be told apart: in the packing, and in the norms of queries and keys."""
+        if self.projections == "mixed":
+            return False
         known = {id(self.module.get_submodule(n)) for n in (*self.layout.names, self.layout.out)}
         others = [
             parameter
@@ -244,9 +246,10 @@ def _recognised(attention: AttentionPart | None, mlp: MlpPart | None) -> tuple[s
 
 
 def _attention(model_type: str, block: nn.Module) -> AttentionPart | None:
+    children = dict(block.named_modules())
     for name in ATTENTION_NAMES:
-        module = getattr(block, name, None)
-        if not isinstance(module, nn.Module):
+        module = children.get(name)
+        if module is None:
             continue
         for layout in ATTENTION_LAYOUTS:
             matches_type = not layout.model_types or model_type in layout.model_types
@@ -266,7 +269,7 @@ def _attention_part(name: str, module: nn.Module, layout: AttentionLayout) -> At
     if projections == "separate":
         kv_heads = out_features(module.get_submodule(layout.names[1])) // width
         consistent = first == heads * width
-    elif projections == "per_head":
+    elif projections in ("per_head", "mixed"):
         kv_heads, consistent = heads, first == 3 * heads * width
     else:
         kv_heads = (first // width - heads) // 2
