@@ -14,7 +14,6 @@ answer is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_autoplan.search.problem import Choice
@@ -238,6 +237,7 @@ class _Level:
     later_time: float
     later_per_step: float
     segments: tuple[tuple[float, float, float, bool], ...]
+    edges: int
 
     def bound(self, left: int, budget: float) -> float | None:
         """Least time of this level and all after it, fractions allowed; None if nothing fits."""
@@ -254,6 +254,25 @@ class _Level:
             else:
                 return time_s - rate * max(room, 0.0)
         return time_s
+
+    def relaxed_count(self, left: int, budget: float) -> int:
+        """How many of `left` take `item` in the relaxation, rounded down.
+
+        `item` is the fastest, so it is reached by the last hull edge of its class.
+        """
+        room = budget - left * self.base_cost - self.later_cost
+        edges = self.edges
+        for _, _, price, scaled in self.segments:
+            if scaled:
+                edges -= 1
+                price *= left
+            if price > room:
+                share = max(room, 0.0) / price if scaled and edges == 0 else 0.0
+                return int(left * share)
+            room -= price
+            if scaled and edges == 0:
+                return left
+        return left
 
 
 def _levels(groups: _Groups) -> list[_Level]:
@@ -285,6 +304,7 @@ def _levels(groups: _Groups) -> list[_Level]:
                     later_time,
                     later_per_step,
                     tuple(sorted([*own, *later], key=lambda segment: -segment[0])),
+                    len(own),
                 )
             )
         first = levels[-1]
@@ -304,8 +324,8 @@ def _branch(
 ) -> None:
     """Depth first over (class, choice) counts; the relaxation of what is left prunes.
 
-    The relaxed time is convex in a level's count, so counts are tried from its minimum outward and
-    each side ends at the first count that cannot win.
+    The relaxed time is convex in a level's count, so counts are tried from the relaxed one outward
+    and each side ends at the first count that cannot win.
     """
     slack = -_RELATIVE * abs(budget)
 
@@ -359,7 +379,7 @@ def _branch(
         if level.last:
             descend(left)
             return
-        middle = _least(bound, left)
+        middle = level.relaxed_count(left, room)
         for count in range(middle, -1, -1):
             if not descend(count):
                 break
@@ -367,17 +387,6 @@ def _branch(
             if not descend(count):
                 break
 
-    visit(0, first_count, 0.0, 0.0, budget, ())
-
-
-def _least(bound: Callable[[int], float | None], left: int) -> int:
-    """The count in 0..left with the least bound; counts that do not fit lie at the upper end."""
-    low, high = 0, left
-    while low < high:
-        middle = (low + high) // 2
-        here, there = bound(middle), bound(middle + 1)
-        if there is None or (here is not None and here <= there):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    relaxed = levels[0].bound(first_count, budget)
+    if relaxed is not None and relaxed * (1 + _RELATIVE) < best.time_s:
+        visit(0, first_count, 0.0, 0.0, budget, ())
