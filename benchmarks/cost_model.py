@@ -34,7 +34,7 @@ from ds_autoplan.validate import load_runs, spread
 
 BACKWARD_OVER_FORWARD = 0.8  # attention: backward share of the matmul rate over the forward share
 HUBER = 0.12
-ROWS_PER_CELL = 8  # rows of one family, engine, device and precision that a fit looks at
+ROWS_PER_CELL = 4  # rows of one family, engine, device and precision that a fit looks at
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,18 @@ def assemble(values: np.ndarray) -> tuple[Constants, dict[str, dict[str, float]]
     return constants, engines
 
 
+def touches(parameter: Parameter, row: Row) -> bool:
+    """Whether the constant can change the row's price."""
+    device = row.topology.device
+    if parameter.kind == "rate":
+        return parameter.where[0] in (device.name, device.architecture)
+    if parameter.kind == "attention":
+        return parameter.where[0] == device.architecture
+    if parameter.kind == "engine":
+        return row.framework.name in parameter.where[0].split("+")
+    return True
+
+
 def ratios(values: np.ndarray, rows: list[Row]) -> np.ndarray:
     """Predicted over measured step time."""
     constants, engines = assemble(values)
@@ -149,7 +161,7 @@ def thinned(rows: list[Row]) -> list[Row]:
     return kept
 
 
-def fit(rows: list[Row], start: np.ndarray, iterations: int = 6) -> np.ndarray:
+def fit(rows: list[Row], start: np.ndarray, iterations: int = 5) -> np.ndarray:
     """Minimise; see the module's docstring."""
     low = np.array([p.low for p in PARAMETERS])
     high = np.array([p.high for p in PARAMETERS])
@@ -157,23 +169,34 @@ def fit(rows: list[Row], start: np.ndarray, iterations: int = 6) -> np.ndarray:
     weights = np.array([sizes[row.family] ** -0.25 for row in rows])
     weights /= weights.mean()
 
-    def residuals(values: np.ndarray) -> np.ndarray:
-        raw = weights * np.log(ratios(values, rows))
+    touched = [
+        np.array([index for index, row in enumerate(rows) if touches(parameter, row)], dtype=int)
+        for parameter in PARAMETERS
+    ]
+
+    def robust(found: np.ndarray, which: np.ndarray | slice) -> np.ndarray:
+        raw = weights[which] * np.log(found)
         size = np.abs(raw)
         soft = np.sqrt(np.maximum(2 * HUBER * size - HUBER**2, 0.0))
-        robust = np.where(size <= HUBER, raw, np.sign(raw) * soft)
+        return np.where(size <= HUBER, raw, np.sign(raw) * soft)
+
+    def residuals(values: np.ndarray) -> np.ndarray:
         # A weak pull to the start keeps constants still that the rows say nothing of.
-        return np.concatenate([robust, 0.1 * (values - start) / (high - low)])
+        pull = 0.1 * (values - start) / (high - low)
+        return np.concatenate([robust(ratios(values, rows), slice(None)), pull])
 
     values, damping = start.copy(), 1e-2
     current = residuals(values)
     for _ in range(iterations):
-        jacobian = np.empty((len(current), len(values)))
-        for index in range(len(values)):
+        jacobian = np.zeros((len(current), len(values)))
+        for index, which in enumerate(touched):
             shift = 1e-3 * (high[index] - low[index])
             moved = values.copy()
             moved[index] += shift if values[index] + shift <= high[index] else -shift
-            jacobian[:, index] = (residuals(moved) - current) / (moved[index] - values[index])
+            jacobian[len(rows) + index, index] = 0.1 / (high[index] - low[index])
+            if len(which):
+                after = robust(ratios(moved, [rows[row] for row in which]), which)
+                jacobian[which, index] = (after - current[which]) / (moved[index] - values[index])
         normal, gradient = jacobian.T @ jacobian, jacobian.T @ current
         before = float(current @ current)
         for _ in range(6):

@@ -1,7 +1,7 @@
 """`python -m benchmarks.scale`: the whole `plan` command, Python's start included, by size.
 
-8 to 16,384 devices, 12 to 1,000 layers, and six problems that other planners were measured on: their
-CPU-seconds (2 cores; each for its own, narrower search space) stand beside ours.
+8 to 16,384 devices, 12 to 1,000 layers, and six problems that other planners were measured on:
+their CPU-seconds (2 cores; each for its own, narrower search space) stand beside ours.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.common import arguments, run_command, show
 from ds_autoplan.model import bundled_models
 
-# CPU-seconds of Galvatron, Calculon and SimuMax on the same six problems, as measured on 2 CPU cores.
+# CPU-seconds of Galvatron, Calculon and SimuMax on the same six problems, measured on 2 CPU cores.
 PEERS: list[tuple[str, str, int, dict[str, float]]] = [
     ("llama-2-7b", "1x8", 128, {"Galvatron": 439, "Calculon": 12, "SimuMax": 27}),
     ("llama-2-13b", "1x8", 128, {"Calculon": 14, "SimuMax": 40}),
