@@ -246,6 +246,7 @@ NEMO_GRAPHS = replace(
 
 # What a run's description says of its engine, first match wins.
 BY_PATTERN = (
+    (r"ds.autoplan", DEEPSPEED),
     (r"maxtext|paxml|\bjax\b|xla", JAX),
     (r"bridge.*container 26\.(0[6-9]|1).*blackwell", NEMO_GRAPHS),
     (r"nemo|dgxc|bridge|megatron-fsdp", NEMO),

@@ -119,13 +119,22 @@ def _read(data: dict[str, Any]) -> Row:
         framework=framework,
         degrees=degrees,
         stages=stages_of(graph.num_layers, pp, strategy, "embeddings as pp" in str(data)),
-        measured_step_s=measured.get("iteration_s") or derived.get("iteration_s"),
+        measured_step_s=measured.get("iteration_s")
+        or derived.get("iteration_s")
+        or _step_of_throughput(measured, workload, world),
         measured_peak_bytes=None if peak is None else peak * (2**30 if "GiB" in unit else 1e9),
         peak_kind=peak_kind_of(data),
         family=family_of(data),
         shard_group=shard_group_of(data),
         memory_unit="GiB" if "GiB" in unit else "GB",
     )
+
+
+def _step_of_throughput(measured: dict[str, Any], workload: Workload, world: int) -> float | None:
+    rate = measured.get("tokens_per_s_per_gpu")
+    if not rate:
+        return None
+    return workload.seq_length * workload.global_batch_size / (float(rate) * world)
 
 
 def family_of(data: dict[str, Any]) -> str:
