@@ -1,7 +1,7 @@
 """Parity of plans with one process: cases, the plan of each, its result.
 
-A case trains a small model of an architecture twice: unparallelised in one process, and under a plan in
-tp * pp * dp local processes. What they give must agree:
+A case trains a small model of an architecture twice: unparallelised in one process, and under a
+plan in tp * pp * dp local processes. What they give must agree:
 
     for every loss, every gradient norm       |planned - reference| / |reference|
     for every weight tensor w                 max |planned - reference| / max |reference|
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from ds_autoplan.cluster import Topology
     from ds_autoplan.plan import Plan
 
-# Largest relative differences that count as equal: (loss, gradient norm, weights). In fp32 what remains
-# is the order of additions. In bf16 the reference stays in fp32 and the planned run rounds every
-# activation to 8 bits of mantissa (2**-9 = 0.002 each).
+# Largest relative differences that count as equal: (loss, gradient norm, weights). In fp32 what
+# remains is the order of additions. In bf16 the reference stays in fp32 and the planned run rounds
+# every activation to 8 bits of mantissa (2**-9 = 0.002 each).
 TOLERANCES = {"fp32": (1e-5, 1e-4, 1e-4), "bf16": (2e-2, 1e-1, 1e-1)}
+DISTURBANCES = ("", "shard", "gradient", "late", "hang")
 SAMPLES_PER_RANK, SEQ_LENGTH = 2, 16
 
 
@@ -60,7 +61,8 @@ class Case:
         vocabulary: "shard" or "replicate".
         seed: of weights and data.
         name: what it is called in messages.
-        sabotage: "shard" or "gradient" breaks the planned run on purpose, to test the comparison.
+        disturb: "" or what is done to the planned run on purpose, to test the comparison itself:
+            "shard", "gradient", "late", "hang" (see `verification.planned`).
     """
 
     model: str
@@ -81,7 +83,7 @@ class Case:
     vocabulary: str = "shard"
     seed: int = 0
     name: str = ""
-    sabotage: str = ""
+    disturb: str = ""
 
     def __post_init__(self) -> None:
         """Refuse values that no plan can have."""
@@ -98,7 +100,7 @@ class Case:
             ("attention", ATTENTION_SHARDINGS),
             ("mlp", MLP_SHARDINGS),
             ("vocabulary", ("shard", "replicate")),
-            ("sabotage", ("", "shard", "gradient")),
+            ("disturb", DISTURBANCES),
         ):
             value = getattr(self, key)
             if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
@@ -133,7 +135,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case gave. Differences are None where it did not get that far; then `error` says why."""
+    """What a case gave; differences are None where it failed, and `error` says why."""
 
     case: Case
     plan: dict[str, Any] | None
@@ -290,7 +292,7 @@ def _prepare(case: Case) -> _Prepared:
             case,
             plan,
             {},
-            f"The plan's {total} samples per step are no multiple of {world} ranks * {calls} calls.",
+            f"The plan's {total} samples a step are no multiple of {world} ranks * {calls} calls.",
         )
     job = {
         "config": small,
@@ -370,7 +372,7 @@ def _run(pool: Any, item: _Prepared, limit_s: float) -> Result:
             str(plan_file),
             zero_stage=plan.degrees.zero_stage,
             precision=case.precision,
-            sabotage=case.sabotage,
+            disturb=case.disturb,
             limit_s=limit_s,
         )
     except CaseFailed as error:

@@ -15,8 +15,8 @@ EPILOG = """example:
   ds-autoplan verify --model llama-3-8b --tp 2 --pp 2 --dp 1 --sequence-parallel
   ds-autoplan verify --grid cases.jsonl --json
 
-Each line of a grid is a JSON object with the options as keys ("tp", "zero_stage", ...), "model" among
-them; "config" may hold keys of the small model's config. Exit status 0: all agree; 1: one does not."""
+Each line of a grid is a JSON object with the options as keys ("model", "tp", "zero_stage", ...);
+"config" may hold keys of the small model's config. Exit status 0: all agree; 1: one does not."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,13 +1,15 @@
 """One rank of a run under a plan: a plain DeepSpeed script, whose config has "autoplan".
 
-Between cases everything is taken down, the process group too, so that cases of any world size follow each
-other in one set of processes.
+Between cases everything is taken down, the process group too, so that cases of any world size
+follow each other in one set of processes.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from ds_autoplan.integrations.verification.training import (
     make_optimizer,
 )
 from torch import nn
+
+# How much later than the first rank the others update their weights in a disturbed run.
+LATE_S = 0.5
 
 
 class Rank:
@@ -90,8 +95,8 @@ class Rank:
         }
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         engines.append(engine)
-        if request["sabotage"]:
-            _sabotage(model, request["sabotage"], self.rank)
+        if request["disturb"]:
+            _disturb(engine, model, request["disturb"], self.rank)
         losses, norms = [], []
         for call in range(job.calls):
             batch = batch_of(job, call, self.rank, model.config.pad_token_id)
@@ -109,22 +114,30 @@ class Rank:
         return {"losses": losses, "norms": norms}
 
 
-def _sabotage(model: nn.Module, kind: str, rank: int) -> None:
-    """Break one thing on purpose, to see that the comparison notices.
+def _disturb(engine: Any, model: nn.Module, kind: str, rank: int) -> None:
+    """Disturb a run on purpose, to see what the comparison or the pool makes of it.
 
-    "shard": one column of one sharded weight on one rank. "gradient": the gradient of one norm, on all
-    ranks, as where a sum over tp was forgotten or done twice.
+    "shard" adds to one column of one sharded weight on one rank. "gradient" doubles the gradient of
+    one norm on all ranks, as where a sum over tp is done twice. "late": all ranks but the first are
+    slow to update their weights, which must not matter. "hang": one rank stops.
     """
     named = list(model.named_parameters())
     if kind == "shard":
-        sharded = [
-            p for _, p in named if getattr(p, "tensor_model_parallel", False) and p.dim() == 2
-        ]
+        sharded = [p for _, p in named if getattr(p, "tensor_model_parallel", False)]
+        matrices = [p for p in sharded if p.dim() == 2]
         if rank == 1:
             with torch.no_grad():
-                sharded[-1][:, 0] += 0.1
+                matrices[-1][:, 0] += 0.1
     elif kind == "gradient":
         norm = next(p for name, p in named if "norm" in name or "ln_" in name)
         norm.register_hook(lambda gradient: gradient * 2)
-    else:
-        raise AssertionError(f"unknown sabotage {kind!r}")
+    elif kind == "late" and rank > 0:
+        step = engine.optimizer.step
+
+        def step_late(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(LATE_S)
+            return step(*args, **kwargs)
+
+        engine.optimizer.step = step_late
+    elif kind == "hang" and rank == 1:
+        threading.Event().wait()

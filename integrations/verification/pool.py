@@ -1,9 +1,10 @@
 """Processes that stay up over many cases: one per rank, and a referee for the reference.
 
-Importing torch, transformers and DeepSpeed takes many times longer than a tiny case: one process does it and
-forks the others (see worker.py). There are as many ranks as the largest case so far needed; smaller cases use
-the first ones. A case that raises on all ranks is an answer like any other. One that does not end in time is
-ended with a dump of every thread's stack, and the next case gets new processes. No torch here.
+Importing torch, transformers and DeepSpeed takes many times longer than a tiny case: one process
+does it and forks the others (see worker.py). There are as many ranks as the largest case so far
+needed; smaller cases use the first ones. A case that raises on all ranks is an answer like any
+other. One that does not end in time is ended with a dump of every thread's stack, and the next case
+gets new processes. No torch here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The reference: the Hugging Face model itself in one process, and the comparison with it.
 
-Nothing of DeepSpeed, Megatron-core or the plan runs here. With a accumulation steps and W ranks, the step
-minimises
+Nothing of DeepSpeed, Megatron-core or the plan runs here. With a accumulation steps and W ranks,
+the step minimises
 
     (1 / (a W)) * sum over calls and ranks of the loss that the model returns for that rank's batch
 
@@ -89,7 +89,8 @@ def compare_weights(expected: dict[str, Tensor], folder: str) -> dict[str, Any]:
     """Open a checkpoint with `from_pretrained` and compare every tensor.
 
     Returns:
-        The largest difference, relative to the largest absolute value of its tensor, and the tensor.
+        The largest difference, relative to the largest absolute value of its tensor, and the
+        tensor.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,8 @@
 """A small config of the same architecture: the same structure and divisibility, sizes cut down.
 
-What a plan's correctness depends on is kept: flags, ties, biases, layer pattern, and for every count how it
-relates to the degrees. Let H and K be the query and key-value heads, F the MLP's width, L the layers:
+What a plan's correctness depends on is kept: flags, ties, biases, layer pattern, and for every
+count how it relates to the degrees. Let H and K be the query and key-value heads, F the MLP's
+width, L the layers:
 
     H % tp, K % tp, F % tp, L % pp    zero in the small model where they are zero in the large one
     K < tp, K = 1, K = H              likewise

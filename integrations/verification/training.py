@@ -1,4 +1,4 @@
-"""What both sides of a comparison share: the model, its data, its optimizer. Torch and transformers only."""
+"""What both sides of a comparison share: model, data, optimizer. Torch and transformers only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 IGNORED = -100
 LEARNING_RATE, WEIGHT_DECAY, CLIPPING = 1e-3, 0.1, 0.5
-# The bias of the keys has a gradient of zero in exact arithmetic (a constant added to all scores of a row
-# cancels in the softmax); what is left is rounding noise of about 1e-9. Divided by its own root mean
-# square it would move the bias by the full learning rate in a random direction; this eps keeps it out.
+# The bias of the keys has a gradient of zero in exact arithmetic (a constant added to all scores of
+# a row cancels in the softmax); what is left is rounding noise of about 1e-9. Divided by its own
+# root mean square it would move the bias by the full learning rate in a random direction; this eps
+# keeps it out.
 EPS = 1e-6
 PERTURBATION = 0.02
 
@@ -40,7 +41,7 @@ class Job:
 
 
 def build_model(job: Job) -> nn.Module:
-    """The model with random weights, every one of them perturbed, without dropout, in training mode.
+    """The model in training mode without dropout, its weights random and all of them perturbed.
 
     Hugging Face starts biases at zero and norms at one, which hides wrong biases and wrong norms.
     """

@@ -32,7 +32,7 @@ def run_trial(
     *,
     zero_stage: int,
     precision: str,
-    sabotage: str,
+    disturb: str,
     limit_s: float,
 ) -> Comparison:
     """Train and compare.
@@ -43,7 +43,7 @@ def run_trial(
         plan_file: where the plan is.
         zero_stage: the stage the script's own config asks for.
         precision: "fp32" or "bf16".
-        sabotage: what to break on purpose, "" for nothing.
+        disturb: what to break on purpose, "" for nothing.
         limit_s: seconds after which the case counts as hung.
 
     Raises:
@@ -58,7 +58,7 @@ def run_trial(
         "folder": str(folder),
         "zero_stage": zero_stage,
         "precision": precision,
-        "sabotage": sabotage,
+        "disturb": disturb,
     }
     requests: dict[int, dict[str, Any]] = {rank: request for rank in range(job["world"])}
     try:

@@ -1,10 +1,11 @@
 """The pool's processes: `python -m ds_autoplan.integrations.verification.worker FD [preload]`.
 
-This starts the *starter*. It imports once what every rank needs (most of a process's start) and forks a process
-for each role it is asked for. With GPUs it imports nothing (`preload` absent): CUDA does not survive a fork.
+This starts the *starter*. It imports once what every rank needs (most of a process's start) and
+forks a process for each role it is asked for. With GPUs it imports nothing (`preload` absent): CUDA
+does not survive a fork.
 
-A forked process answers requests until its connection closes. Its role is a rank, or "referee". SIGUSR1
-writes the stacks of its threads to its log, which is how the pool explains a hang.
+A forked process answers requests until its connection closes. Its role is a rank, or "referee".
+SIGUSR1 writes the stacks of its threads to its log, which is how the pool explains a hang.
 """
 
 from __future__ import annotations
