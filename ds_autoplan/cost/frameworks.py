@@ -133,7 +133,7 @@ NEMO = replace(
     MEGATRON,
     name="nemo",
     gradient_bytes=2,
-    interleaved_fragmentation=0.25,
+    interleaved_fragmentation=0.43,
     tp_overlap=0.55,
     deduplicated_dispatch=True,
 )

@@ -1,4 +1,4 @@
-"""Run in two processes by test_engine_states.py: live bytes of DeepSpeed's engine, stage by stage."""
+"""Run in two processes by test_engine_states.py: live bytes of DeepSpeed, stage by stage."""
 
 from __future__ import annotations
 
