@@ -159,7 +159,7 @@ MEGATRON_DEEPSPEED = replace(
     default_zero_stage=1,
     elementwise_passes=1.65,
     kernels_per_layer=60,
-    fragmentation=0.06,
+    fragmentation=0.08,
 )
 # BLOOM's training at Jean Zay: launches block (CUDA_LAUNCH_BLOCKING=1 in its scripts), and 8 to 11 GB
 # a GPU went beyond states and activations.
@@ -219,7 +219,7 @@ NANOTRON = replace(
     elementwise_passes=1.2,
     activation_extra=1.0,
     logit_bytes=14.0,
-    context_bytes=6.5e9,
+    context_bytes=7.0e9,
     gradient_overlap=False,
 )
 INTERNEVO = replace(
