@@ -26,6 +26,10 @@ them.
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,6 +268,19 @@ def _solution(
     return Solution(objective, bounds, chosen, objective)
 
 
+@contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """HiGHS prints a banner from C++ whatever its log options say; standard output is for answers."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _run(
     model: Any, problem: Problem, scale: _Scale, read: Any, time_limit_s: float | None
 ) -> Answer:
@@ -277,7 +294,8 @@ def _run(
         mip_feasibility_tolerance=_TOLERANCE,
         primal_feasibility_tolerance=_TOLERANCE,
     )
-    model.solve(solver)
+    with _stdout_on_stderr():
+        model.solve(solver)
     highs = model.solverModel
     status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
     info = highs.getInfo()

@@ -236,3 +236,15 @@ def test_module_runs_as_a_command() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert "There is no model 'nope'" in done.stderr
+
+
+def test_proof_prints_json_only() -> None:
+    """HiGHS prints a banner of its own; it must not reach standard output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_autoplan", "plan", *JOB, "--json", "--prove"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert json.loads(done.stdout)["plan"]["report"]["proof"]["status"] == "optimal"
