@@ -161,8 +161,8 @@ MEGATRON_DEEPSPEED = replace(
     kernels_per_layer=60,
     fragmentation=0.08,
 )
-# BLOOM's training at Jean Zay: launches block (CUDA_LAUNCH_BLOCKING=1 in its scripts), and 8 to 11 GB
-# a GPU went beyond states and activations.
+# BLOOM's training at Jean Zay: launches block (CUDA_LAUNCH_BLOCKING=1 in its scripts), and 8 to
+# 11 GB a GPU went beyond states and activations.
 BLOOM = replace(
     MEGATRON_DEEPSPEED,
     name="megatron-deepspeed-blocking",

@@ -18,6 +18,8 @@ KIN = {"deepspeed": "fsdp"}
 # Error added per share of the step that rests on uncalibrated constants (matmul rates of devices
 # without a measured run differ by this much from the share of the vendor's peak that is assumed).
 UNCALIBRATED_SPREAD = 0.25
+# Cells with fewer runs say little of how far others may be off.
+FEWEST_RUNS = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,6 @@ def nearest_spread(engine: str, architecture: str, precision: str, mixture: bool
         far += 2 * (row["engine"] != wanted) + (row["architecture"] != architecture)
         return far, -int(row["runs"])
 
-    found = min(_table(), key=distance)
+    found = min((row for row in _table() if row["runs"] >= FEWEST_RUNS), key=distance)
     name = f"{found['engine']}, {found['architecture']}, {found['precision']}"
     return Spread(float(found["p90"]), f"{name}, {found['runs']} runs")
