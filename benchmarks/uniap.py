@@ -1,8 +1,8 @@
 """`python -m benchmarks.uniap`: what deciding stages and strategies together gains.
 
 Five Transformers and Llama-13B on three small testbeds (8 V100-32GB; 2 nodes of 4 TITAN Xp-12GB
-on 10 Gb/s; 8 A100-40GB on PCIe). For each: the joint optimum, inter-layer only (pp and dp), intra-layer
-only (no pipeline), two-phase (even stages, one strategy for all layers, best candidate), and the
+on 10 Gb/s; 8 A100-40GB on PCIe). For each: the joint optimum, inter-layer only (pp and dp), intra-
+layer only (no pipeline), two-phase (even stages, one strategy for all, best candidate), and the
 constructive heuristic over all candidates; HiGHS's own bound on the winner's ILP; search seconds.
 """
 

@@ -269,8 +269,8 @@ def _solution(
 
 
 @contextmanager
-def _stdout_on_stderr() -> Iterator[None]:
-    """HiGHS prints a banner from C++ whatever its log options say; standard output is for answers."""
+def quiet() -> Iterator[None]:
+    """HiGHS prints a banner from C++ whatever its options say; standard output is for answers."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -294,7 +294,7 @@ def _run(
         mip_feasibility_tolerance=_TOLERANCE,
         primal_feasibility_tolerance=_TOLERANCE,
     )
-    with _stdout_on_stderr():
+    with quiet():
         model.solve(solver)
     highs = model.solverModel
     status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
