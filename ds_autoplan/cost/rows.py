@@ -80,10 +80,11 @@ def _read(data: dict[str, Any]) -> Row:
     cp, ep = int(parallel.get("cp") or 1), int(parallel.get("ep") or 1)
     world = topology.num_devices
     dp = int(parallel.get("dp") or world // (tp * pp * cp))
-    micro = int(batch.get("micro") or 1)
     global_batch = int(batch["global"])
+    stated = (data.get("derived") or {}).get("microbatches")
+    micro = int(batch.get("micro") or (global_batch / dp / stated if stated else 1) or 1)
     num_micro = max(1, round(global_batch / (dp * micro)))
-    zero_stage = parallel.get("zero_stage")
+    zero_stage = zero_stage_of(parallel.get("zero_stage"))
     if zero_stage is None:
         zero_stage = framework.default_zero_stage
     vpp = int(parallel.get("vpp") or 1)
@@ -94,7 +95,7 @@ def _read(data: dict[str, Any]) -> Row:
         cp=cp,
         ep=ep,
         vpp=vpp if pp > 1 else 1,
-        zero_stage=int(zero_stage),
+        zero_stage=zero_stage,
         micro_batch_size=micro,
         num_micro_batches=num_micro,
     )
@@ -146,6 +147,18 @@ def family_of(data: dict[str, Any]) -> str:
     return repository or str(data["id"]).split("-")[0]
 
 
+def zero_stage_of(stated: object) -> int | None:
+    """The ZeRO stage that a row states, as a number or by PyTorch's names; None: not stated."""
+    if stated is None or stated == "":
+        return None
+    text = str(stated).lower()
+    if match := re.search(r"\d", text):
+        return int(match.group(0))
+    if "grad_op" in text:
+        return 2
+    return 3 if "shard" in text or "fsdp" in text or "hsdp" in text else 0
+
+
 def shard_group_of(data: dict[str, Any]) -> int:
     """Ranks that ZeRO shards over where the row names a smaller group than dp, else 0."""
     parallel = data["parallel"]
@@ -164,8 +177,8 @@ def framework_of(data: dict[str, Any]) -> Framework:
             found = framework
             break
     else:
-        stage = data["parallel"].get("zero_stage")
-        found = frameworks.FSDP if stage is not None and int(stage) >= 3 else frameworks.MEGATRON
+        stage = zero_stage_of(data["parallel"].get("zero_stage"))
+        found = frameworks.FSDP if stage == 3 else frameworks.MEGATRON
     precision = str(data.get("precision", "")).lower()
     if "pure" in precision:
         found = replace(found, gradient_bytes=2, reduce_bytes=2, master_weights=False)
@@ -178,7 +191,7 @@ def framework_of(data: dict[str, Any]) -> Framework:
         data["parallel"].get("recompute")
     ):
         found = replace(found, selective_mlp=True)
-    experts = int(data["model"].get("experts") or 0)
+    experts = _experts(data["model"])
     if experts:
         # Fine-grained experts are not split further (Megatron's own recipes); coarse ones are.
         stated = data["parallel"].get("etp")
@@ -239,8 +252,10 @@ def topology_of(data: dict[str, Any]) -> Topology:
     gbit: float | None = None
     if match := re.search(r"(\d+)x(\d+)\s*Gb", text):
         gbit = float(match.group(1)) * float(match.group(2)) / max(per_node, 1)
-    elif match := re.search(r"(\d+)\s*Gb(?:ps|/s)?/(node|GPU)", text):
-        gbit = float(match.group(1)) / (per_node if match.group(2) == "node" else 1)
+    elif match := re.search(
+        r"(\d+)\s*Gb(?:ps|it/s|/s)?\s*(?:/|per )\s*(node|GPU)", text, re.IGNORECASE
+    ):
+        gbit = float(match.group(1)) / (per_node if match.group(2).lower() == "node" else 1)
     return build_topology(nodes, per_node, str(hardware["gpu"]), gbit)
 
 
@@ -252,7 +267,7 @@ def strategy_of(data: dict[str, Any], degrees: Degrees, framework: Framework) ->
         sequence = framework.default_sequence_parallel
     recompute = str(parallel.get("recompute") or framework.default_checkpointing).lower()
     checkpointing = "none"
-    if "full" in recompute:
+    if "full" in recompute or recompute == "true":
         checkpointing = "full"
     elif "selective" in recompute:
         checkpointing = "selective"
@@ -284,7 +299,7 @@ def graph_of(data: dict[str, Any]) -> BlockGraph:
     hidden, layers = int(model["hidden"]), int(model["layers"])
     vocab = int(model.get("vocab") or ASSUMED_VOCABULARY)
     notes = str(data.get("notes", "")).lower()
-    experts = int(model.get("experts") or 0)
+    experts = _experts(model)
     dense_first = int(model.get("dense_layers") or 0)
     attention = _attention_operators(model)
     classes, indices = [], []
@@ -322,6 +337,11 @@ def graph_of(data: dict[str, Any]) -> BlockGraph:
         head=(norm, head),
         tied=tied,
     )
+
+
+def _experts(model: dict[str, Any]) -> int:
+    experts = int(model.get("experts") or 0)
+    return experts if experts > 1 else 0
 
 
 def _linear(name: str, role: str, k: int, n: int) -> Operator:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ds_autoplan.cost.rows import read_row, zero_stage_of
 from ds_autoplan.errors import BadInputError
 from ds_autoplan.validate import kendall_tau, load_runs, price_run, ranking, validate
 
@@ -113,3 +114,36 @@ def test_a_broken_file_is_bad_input(tmp_path: Path) -> None:
     path.write_text('{"id": 1}\nnonsense\n')
     with pytest.raises(BadInputError, match="Line 2"):
         load_runs(path)
+
+
+@pytest.mark.parametrize(
+    ("stated", "stage"),
+    [(None, None), (2, 2), ("ZeRO-3", 3), ("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("none", 0)],
+)
+def test_zero_stages_are_read_by_any_of_their_names(stated: object, stage: int | None) -> None:
+    assert zero_stage_of(stated) == stage
+
+
+def test_engines_are_told_apart_by_what_a_run_says(runs: list[dict[str, Any]]) -> None:
+    names = {run["id"]: read_row(run).framework.name for run in runs}
+    assert names["sc21-table1-18b"] == "megatron-2021"
+    assert names["foundry-a100-sxm-80gb-7b-s2048-8g-mbs6-amp_bf16"] == "fsdp"
+    assert names["bridge-26.06-gb200-qwen3-30b-a3b-mxfp8-8g-gbs512"] == "nemo-graphs"
+    unknown = copy.deepcopy(runs[0])
+    unknown.update(source="somewhere", id="x", notes="")
+    assert read_row(unknown).framework.name == "megatron"
+    unknown["parallel"]["zero_stage"] = 3
+    assert read_row(unknown).framework.name == "fsdp"
+
+
+def test_a_run_may_leave_out_what_can_be_inferred(runs: list[dict[str, Any]]) -> None:
+    run = next(run for run in runs if run["id"].startswith("dgxc-v25.04-llama3-8b-h100-bf16"))
+    sparse = copy.deepcopy(run)
+    for key in ("gpus_per_node", "nodes"):
+        sparse["hardware"].pop(key)
+    sparse["parallel"].pop("dp")
+    sparse["batch"]["micro"] = None
+    assert price_run(sparse)["predicted_step_s"] == price_run(run)["predicted_step_s"]
+    sparse["measured"], sparse["derived"] = {"tokens_per_s_per_gpu": 10000.0}, {}
+    tokens = run["batch"]["global"] * run["model"]["seq"] / run["hardware"]["n_gpus"]
+    assert price_run(sparse)["measured_step_s"] == pytest.approx(tokens / 10000.0)
