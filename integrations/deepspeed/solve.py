@@ -9,7 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ds_autoplan.integrations.transformers.graph_of_modules import graph_of_modules
+from ds_autoplan.integrations.transformers.graph_of_modules import (
+    graph_of_modules,
+    graph_of_structure,
+)
 from ds_autoplan.integrations.transformers.structure import ModelStructure
 from torch import nn
 
@@ -85,8 +88,8 @@ def graph_of(model: nn.Module, structure: ModelStructure | None, refusal: str) -
     name = Path(str(getattr(config, "name_or_path", "") or config.model_type)).name
     try:
         graph = graph_of_config(config.to_dict(), name)
-    except UnsupportedError as error:
-        return graph_of_modules(model, f"{structure.tensor_refusal or error}")
+    except UnsupportedError:
+        return graph_of_structure(structure)
     attention = all(b.attention is not None and b.attention.shardable for b in structure.blocks)
     mlp = all(block.mlp is not None for block in structure.blocks)
     allowed = {name for name, ok in (("attention", attention), ("mlp", mlp)) if ok}
