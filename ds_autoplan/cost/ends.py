@@ -36,6 +36,8 @@ def send_s(setting: Setting, degrees: Degrees, width: float, sequence_parallel: 
     sent = setting.tokens(degrees) * width * setting.element
     if sequence_parallel or setting.framework.scatter_sends:
         sent /= degrees.tp
+    if setting.volume_only:
+        return degrees.vpp * sent / setting.topology.levels[0].bytes_per_s
     stride = setting.topology.axis_stride(degrees, "pp")
     hidden = setting.framework.pipeline_overlap if degrees.vpp > 1 else 0.0
     return degrees.vpp * (1.0 - hidden) * point_to_point_s(setting.topology, sent, stride)

@@ -81,9 +81,16 @@ class Kernels:
 
 
 def kernels_for(
-    device: Device, precision: str, constants: Constants, attention: str = "fused"
+    device: Device,
+    precision: str,
+    constants: Constants,
+    attention: str = "fused",
+    measured: bool = False,
 ) -> Kernels:
     """The :class:`Kernels` of `device` when GEMMs run in `precision`.
+
+    `measured`: the device's rates were measured where the job runs, so nothing is taken off them
+    beyond what is known to go under sustained load.
 
     Raises:
         UnsupportedError: the device does not compute in that precision.
@@ -97,8 +104,8 @@ def kernels_for(
             f"It knows {', '.join(device.peak_flops)}.",
             "Choose one of these with --precision.",
         )
-    rate, sure = _rate(device, precision, constants)
-    base_rate, base_sure = _rate(device, base, constants)
+    rate, sure = _rate(device, precision, constants, measured)
+    base_rate, base_sure = _rate(device, base, constants, measured)
     known = constants.attention_share
     shares = known.get((device.architecture, attention)) or known.get(
         (device.architecture, "fused")
@@ -110,7 +117,7 @@ def kernels_for(
         rate=rate,
         base_rate=base_rate,
         matmul_rate=_matmul_flops(device, base),
-        memory_rate=device.memory_bytes_per_s * constants.memory_efficiency,
+        memory_rate=device.memory_bytes_per_s * (1.0 if measured else constants.memory_efficiency),
         attention_forward=shares[0],
         attention_backward=shares[1],
         constants=constants,
@@ -123,11 +130,14 @@ def _matmul_flops(device: Device, precision: str) -> float:
     return device.matmul_flops.get(precision) or device.peak_flops[precision] * share
 
 
-def _rate(device: Device, precision: str, constants: Constants) -> tuple[float, bool]:
+def _rate(
+    device: Device, precision: str, constants: Constants, measured: bool
+) -> tuple[float, bool]:
     key = "bf16" if precision == "fp16" and "bf16" in device.peak_flops else precision
     sustained = constants.sustained.get((device.name, key))
     if sustained is None:
         sustained = constants.sustained.get((device.architecture, key))
-    known = sustained is not None
-    share = sustained if sustained is not None else fitted.SUSTAINED_DEFAULT
-    return _matmul_flops(device, key) * share, known
+    if sustained is not None:
+        return _matmul_flops(device, key) * sustained, True
+    share = 1.0 if measured else fitted.SUSTAINED_DEFAULT
+    return _matmul_flops(device, key) * share, measured

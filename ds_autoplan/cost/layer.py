@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ds_autoplan.cluster.collectives import exchange_s
 from ds_autoplan.cost.interface import LayerCost
 from ds_autoplan.cost.memory import activation_bytes
 from ds_autoplan.cost.setting import Detail, Pass, Setting
@@ -300,12 +299,8 @@ def traffic_s(
         slowed = min(ring, hidden) * setting.constants.overlap_slowdown
         cp_s = max(0.0, ring - hidden) + slowed
     if degrees.ep > 1 and block.mlp is not None and block.mlp.num_experts:
-        exchange = exchange_s(
-            setting.topology,
-            local.tokens / degrees.tp * setting.hidden * e,
-            block.mlp.top_k,
-            setting.expert_span(degrees),
-            setting.framework.deduplicated_dispatch,
+        exchange = setting.exchange(
+            local.tokens / degrees.tp * setting.hidden * e, block.mlp.top_k, degrees
         )
         ep_s = 2.0 * exchange * (1.0 - setting.framework.ep_overlap)
     if setting.expert_tp(degrees) > 1 and local.expert_parameters and block.mlp is not None:

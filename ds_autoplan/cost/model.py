@@ -71,7 +71,11 @@ class AnalyticCostModel:
             workload=workload,
             framework=self.framework,
             kernels=kernels_for(
-                topology.device, workload.precision, constants, self.framework.attention
+                topology.device,
+                workload.precision,
+                constants,
+                self.framework.attention,
+                topology.calibrated,
             ),
             constants=constants,
             hidden=graph.hidden_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ds_autoplan.cluster.collectives import collective_s, volume_bytes
+from ds_autoplan.cluster.collectives import START_S, collective_s, exchange_s, volume_bytes
 from ds_autoplan.cluster.topology import Topology
 from ds_autoplan.cost.constants import Constants
 from ds_autoplan.cost.frameworks import Framework
@@ -64,6 +64,16 @@ class Setting:
         if found is None:
             found = self.collectives[key] = collective_s(self.topology, kind, buffer_bytes, ways)
         return found
+
+    def exchange(self, token_bytes: float, copies: float, degrees: Degrees) -> float:
+        """Seconds of sending every token to `copies` experts' ranks."""
+        ways = self.expert_span(degrees)
+        if self.volume_only:
+            fast = self.topology.levels[0].bytes_per_s
+            return volume_bytes("all_to_all", token_bytes * copies, ways) / fast
+        return START_S + exchange_s(
+            self.topology, token_bytes, copies, ways, self.framework.deduplicated_dispatch
+        )
 
     def bucketed(self, kind: str, bytes_: float, ways: tuple[int, ...]) -> float:
         """A collective over `bytes_` that runs bucket by bucket: affine in bytes."""

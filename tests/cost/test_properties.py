@@ -196,3 +196,16 @@ def test_volume_cost_ignores_where_an_axis_lies() -> None:
 def test_a_precision_that_the_device_lacks_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="does not compute in fp8"):
         price("1x8xA100-SXM-80GB", Degrees(dp=8, num_micro_batches=8), precision="fp8")
+
+
+def test_measured_rates_are_taken_as_they_are() -> None:
+    graph, guessed = load_graph(LLAMA), parse_cluster("1x4xCPU")
+    measured = replace(guessed, calibrated=True)
+    degrees = Degrees(dp=4, num_micro_batches=16)
+    strategy = Strategy()
+    steps = []
+    for topology in (guessed, measured):
+        cost = AnalyticCostModel(graph, topology, replace(WORKLOAD, precision="fp32"))
+        steps.append(cost.step(degrees, even_cut(32, 1, strategy), "shard"))
+    assert steps[1].step_s < steps[0].step_s
+    assert steps[1].uncalibrated_fraction == 0.0 < steps[0].uncalibrated_fraction
