@@ -244,5 +244,3 @@ def _layer(data: dict[str, Any]) -> LayerPlan:
         activation_checkpointing=data["activation_checkpointing"],
     )
     return LayerPlan(data["index"], data["name"], data["stage"], strategy)
-
-
