@@ -16,7 +16,7 @@ TOTAL, MICRO, STEPS = (
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """One job's batch as the script sees it: samples per step, per call and rank, calls per step."""
+    """One job's batch as the script sees it: samples a step, a call, calls a step."""
 
     total: int
     micro: int

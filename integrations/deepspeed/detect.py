@@ -1,4 +1,4 @@
-"""The cluster a job runs on: GPUs by name, CPUs by a short measurement. A collective of all ranks."""
+"""The cluster a job runs on: GPUs by name, CPUs by a short measurement of all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def detect_cluster(spec: str) -> Topology:
         topology = parse_cluster(spec)
         if topology.num_devices != world:
             raise BadInputError(
-                f'"cluster" is {spec!r}, which has {topology.num_devices} devices; {world} ranks run.',
+                f'"cluster" is {spec!r} with {topology.num_devices} devices; {world} ranks run.',
                 "A job is planned for the ranks that started.",
                 'Remove "cluster", or start that many ranks.',
             )

@@ -1,4 +1,4 @@
-"""The user's DeepSpeed config: read, checked against the plan's ownership, rewritten for the replica."""
+"""The user's DeepSpeed config: read, checked, and rewritten for the replica."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """DeepSpeed's engine under a plan without pipeline stages.
 
-DeepSpeed sees dp = world / g ranks and a micro-batch of `micro * g` samples; the script sees all ranks and
-its own `micro`. Calls that the plan cuts into several micro-batches run them here, each with its backward,
-so a call needs the activations of one micro-batch only.
+DeepSpeed sees dp = world / g ranks and a micro-batch of `micro * g` samples; the script sees all
+ranks and its own `micro`. Calls that the plan cuts into several micro-batches run them here, each
+with its backward, so a call needs the activations of one micro-batch only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ds_autoplan.errors import UnsupportedError
 
 NO_LOGITS = (
     "The call was cut into micro-batches whose backward is already done.",
-    'Compute the loss inside the model (labels in the batch), or pin "micro_batch_size" so that a call '
-    "is one micro-batch.",
+    "Compute the loss inside the model (labels in the batch), or pin "
+    '"micro_batch_size" so that a call is one micro-batch.',
 )
 
 
@@ -103,7 +103,7 @@ class AutoplanEngine(ScriptView, DeepSpeedEngine):
         if abs(factor - 1.0) > 1e-5:
             raise UnsupportedError(
                 f"The loss was scaled by {factor:g} between forward and backward.",
-                "A call that runs as several micro-batches has most of its backward done in forward.",
+                "A call of several micro-batches has most of its backward done in forward.",
                 'Pin "micro_batch_size" in "autoplan" so that a call is one micro-batch.',
             )
         super().backward(objective)

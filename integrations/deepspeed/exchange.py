@@ -1,9 +1,9 @@
 """The batch exchange: the ranks of one replica put their batches together.
 
-To the script every rank is a data-parallel rank with its own batch. The g = tp * pp ranks of a replica
-gather those batches, run all of them through the replica, and each takes back what belongs to its own samples.
-Sequences of different length are padded at the end, which changes nothing for a causal model: labels are
-padded with -100 and attention masks with 0.
+To the script every rank is a data-parallel rank with its own batch. The g = tp * pp ranks of a
+replica gather those batches, run all of them through the replica, and each takes back what belongs
+to its own samples. Sequences of different length are padded at the end, which changes nothing for a
+causal model: labels are padded with -100 and attention masks with 0.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ def exchange(
         inputs: this rank's arguments by name.
         group: the replica's ranks.
         device: where the tensors go.
-        multiple: the sequence length is padded to a multiple of this (tp under sequence parallelism).
+        multiple: the sequence length is padded to a multiple of this (tp under sequence
+            parallelism).
 
     Raises:
-        BadInputError: on every rank, if the ranks' arguments differ in more than samples and length.
+        BadInputError: on every rank, if the ranks' arguments differ in more than samples and
+        length.
     """
     names = sorted(name for name, value in inputs.items() if isinstance(value, Tensor))
     inputs = {**inputs, **_one_row_per_sample(inputs, names)}
@@ -105,13 +107,15 @@ def exchange(
         if value.dim() == 0:
             scalars[name] = torch.stack(pieces)
             continue
-        padded = [_pad(piece, name, length, target) for piece, length in zip(pieces, lengths)]
+        padded = [
+            _pad(piece, name, length, target) for piece, length in zip(pieces, lengths, strict=True)
+        ]
         tensors[name] = torch.cat(padded)
     return ReplicaBatch(tensors, scalars, others, samples, lengths, dist.get_rank(group))
 
 
 def _one_row_per_sample(inputs: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
-    """Tensors given once for all samples (position ids of shape [1, sequence]), repeated for each."""
+    """Tensors given once for all samples (position ids [1, sequence]), repeated for each."""
     if "input_ids" not in names:
         return {}
     samples = inputs["input_ids"].shape[0]
@@ -123,7 +127,7 @@ def _one_row_per_sample(inputs: dict[str, Any], names: list[str]) -> dict[str, T
 
 
 def _header(inputs: dict[str, Any], names: list[str], others: dict[str, Any]) -> Tensor:
-    """Fixed-size description of the arguments: a checksum of names and plain values, dtypes, shapes."""
+    """The arguments in fixed size: a checksum of names and plain values, dtypes, shapes."""
     if len(names) > MAX_TENSORS:
         raise BadInputError(
             f"The model was called with {len(names)} tensors.",
@@ -220,8 +224,8 @@ def _pad(piece: Tensor, name: str, length: int, target: int) -> Tensor:
         return piece
     if piece.is_floating_point() and piece.dim() > 2 and length in piece.shape[1:]:
         raise BadInputError(
-            f"The argument {name!r} of shape {list(piece.shape)} depends on the sequence length, which "
-            f"differs between ranks ({length} and {target}).",
+            f"The argument {name!r} of shape {list(piece.shape)} depends on the sequence length, "
+            f"which differs between ranks ({length} and {target}).",
             "Only [batch, sequence] tensors of integers can be padded.",
             "Pad all batches to one length in the collator.",
         )

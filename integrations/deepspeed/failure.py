@@ -13,14 +13,15 @@ import torch.distributed as dist
 
 from ds_autoplan.errors import AutoplanError
 
-# How long other ranks wait before they exit, so that rank 0's message is out before a launcher ends it.
+# How long other ranks wait before they exit, so that rank 0's message is out before a launcher ends
+# it.
 GRACE_S = 2.0
 
 _previous_hook: Any = None
 
 
 def report_on_rank_0() -> None:
-    """Show an uncaught AutoplanError as one message on rank 0 instead of a traceback on every rank."""
+    """Show an uncaught AutoplanError as one message on rank 0, not as a traceback on each rank."""
     global _previous_hook
     if _previous_hook is None:
         _previous_hook = sys.excepthook

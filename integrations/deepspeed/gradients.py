@@ -35,7 +35,7 @@ def global_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) ->
 def clip_by_global_norm(
     parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup
 ) -> float:
-    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before."""
+    """Scale all gradients to a global norm of at most `max_norm`; returns the norm before."""
     held = list(parameters)
     norm = global_norm(held, group)
     scale = max_norm / (norm + 1e-6)

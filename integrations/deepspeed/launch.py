@@ -1,4 +1,4 @@
-"""`deepspeed.initialize` for a job whose config has "autoplan": plan, apply, and start DeepSpeed's engine.
+"""`deepspeed.initialize` for a job whose config has "autoplan": plan, apply, start DeepSpeed.
 
 1. read the config and check that nothing else claims the model's parallelism
 2. start torch.distributed
@@ -119,7 +119,8 @@ def _start_distributed(port: int, required: bool | None) -> None:
         if local_rank < torch.cuda.device_count():
             torch.cuda.set_device(local_rank)
     else:
-        # DeepSpeed would compile a shared-memory op at first use: a minute, and a stale lock if killed.
+        # DeepSpeed would compile a shared-memory op at first use: a minute, and a stale lock if
+        # killed.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         deepspeed.init_distributed(distributed_port=port, dist_init_required=required)

@@ -1,7 +1,7 @@
 """The loss of a replica: cross entropy over a sharded vocabulary, kept apart by source rank.
 
-Let n_r be what rank r divides its loss by: its valid labels (a label that is not -100, after the shift
-by one), or the `num_items_in_batch` it passed. The loss rank r reports is
+Let n_r be what rank r divides its loss by: its valid labels (a label that is not -100, after the
+shift by one), or the `num_items_in_batch` it passed. The loss rank r reports is
 
     L_r = (1 / n_r) * sum over the valid tokens t of r's samples of nll(t)
 
@@ -105,7 +105,8 @@ def _hide_padding(logits: Tensor, vocab_size: int) -> Tensor:
 class LossFunction:
     """Stands for a Hugging Face model's `loss_function` while a replica runs.
 
-    The caller sets `shares` before each micro-batch; the model then returns the loss by source rank.
+    The caller sets `shares` before each micro-batch; the model then returns the loss by source
+    rank.
     """
 
     def __init__(self, vocab_size: int, sharded: bool) -> None:

@@ -20,8 +20,8 @@ WARM_UP_STEPS, MEASURED_STEPS = 3, 10
 class StepClock:
     """Times optimizer steps, from one's end to the next one's.
 
-    `report` is called once, on every rank at the same step, with the median seconds of the measured steps
-    (0 if none could be measured) and the peak bytes of this rank.
+    `report` is called once, on every rank at the same step, with the median seconds of the measured
+    steps (0 if none could be measured) and the peak bytes of this rank.
     """
 
     report: Callable[[float, int], None]

@@ -36,7 +36,8 @@ def check_optimizer(optimizer: Any, model: nn.Module, config: dict[str, Any], pl
     """Refuse an optimizer that could not go on with the cut parameters.
 
     Raises:
-        UnsupportedError: it has state already, owns parameters that are not the model's, or works on whole
+        UnsupportedError: it has state already, owns parameters that are not the model's, or works
+        on whole
             matrices while the plan shards them.
     """
     if plan.degrees.model_parallel_size == 1:

@@ -1,9 +1,10 @@
 """Taking back what belongs to a rank: outputs of its own samples, with the right gradient.
 
-Let r be a rank of a replica of g ranks, and let it compute its loss from its own rows of a replica's output.
-Data parallelism averages the losses of all ranks; DeepSpeed averages over the dp replicas; so the replica
-owes the gradient of (1/g) * sum of its ranks' losses. The functions here hand a rank its own rows in the
-forward, and in the backward gather all ranks' gradients and divide by g.
+Let r be a rank of a replica of g ranks, and let it compute its loss from its own rows of a
+replica's output. Data parallelism averages the losses of all ranks; DeepSpeed averages over the dp
+replicas; so the replica owes the gradient of (1/g) * sum of its ranks' losses. The functions here
+hand a rank its own rows in the forward, and in the backward gather all ranks' gradients and divide
+by g.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 class OwnRows(torch.autograd.Function):
-    """Rows of this rank from a tensor that every rank of the group holds: [rows, ...] -> [own, ...]."""
+    """This rank's rows of a tensor that every rank holds: [rows, ...] -> [own, ...]."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, counts: tuple[int, ...], group: Any) -> Tensor:
@@ -77,7 +78,7 @@ def _all_gather_uneven(pieces: list[Tensor], value: Tensor, group: Any) -> None:
 
 
 def _all_to_all(value: Tensor, rows: list[list[int]], group: Any) -> Tensor:
-    """Exchange along dim 0; `rows` holds the rows sent to and received from each rank. Returns flat rows."""
+    """Exchange flat rows; `rows` holds how many go to, and come from, each rank."""
     send, receive = rows
     width = value[0].numel() if value.shape[0] else torch.Size(value.shape[1:]).numel()
     output = value.new_empty((sum(receive), width))

@@ -1,8 +1,9 @@
-"""Pipeline stages on DeepSpeed's pipeline engine, driven by the script's own forward, backward and step.
+"""Pipeline stages on DeepSpeed's engine, driven by the script's own forward, backward, step.
 
-A call of the engine is one 1F1B pass over the replica's samples: forward runs it, backward releases the
-loss, step reduces gradients and updates at the script's accumulation boundary. Every rank holds the whole
-batch after the exchange, so a stage reads token ids and masks itself and only hidden states are sent.
+A call of the engine is one 1F1B pass over the replica's samples: forward runs it, backward releases
+the loss, step reduces gradients and updates at the script's accumulation boundary. Every rank holds
+the whole batch after the exchange, so a stage reads token ids and masks itself and only hidden
+states are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from ds_autoplan.errors import UnsupportedError
 
 NO_LOGITS = (
     "Pipeline stages compute the loss on the last stage.",
-    'Compute the loss inside the model (labels in the batch), or set "pipeline": false in "autoplan".',
+    "Compute the loss inside the model (labels in the batch), or set "
+    '"pipeline": false in "autoplan".',
 )
 
 
@@ -48,12 +50,12 @@ class HFStage(nn.Module):
         self.objective_scale = 1.0
 
     def begin(self, micro_batches: list[MicroBatch], objective_scale: float) -> None:
-        """Set what the next forwards run, in order; the objective is the losses' sum times the scale."""
+        """Set what the next forwards run, in order, and the factor of the objective."""
         self.queue, self.objective_scale = list(micro_batches), objective_scale
         self.losses, self.logits = None, []
 
     def forward(self, received: Tensor) -> Tensor:
-        """Hidden states of the previous stage -> hidden states, or on the last stage the objective."""
+        """Hidden states of the stage before -> hidden states, on the last stage the objective."""
         replica, micro_batch = self.replica, self.queue.pop(0)
         cut = replica.cut
         assert cut is not None
@@ -168,7 +170,7 @@ class AutoplanPipelineEngine(ScriptView, PipelineEngine):
         return self._eval_pass(inputs, batch, micro_batches)
 
     def _note_shape(self, micro_batches: list[MicroBatch]) -> None:
-        """DeepSpeed keeps receive buffers of one shape: renew them when the sequence length changes."""
+        """DeepSpeed keeps receive buffers of one shape: renew them when the shape changes."""
         shape = tuple(micro_batches[0].inputs["input_ids"].shape)
         if shape != self._shape:
             self._shape = shape
@@ -225,7 +227,7 @@ class AutoplanPipelineEngine(ScriptView, PipelineEngine):
         return losses
 
     def _load_micro_batch(self, buffer_id: int) -> None:
-        """The first stage reads its inputs from the micro-batch itself: a token takes their place."""
+        """The first stage reads its inputs from the micro-batch: a token takes their place."""
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = torch.zeros(1, device=self.device)
 

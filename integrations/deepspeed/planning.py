@@ -109,8 +109,8 @@ def workload(
 def zero_stages(config: dict[str, Any]) -> list[int]:
     """ZeRO stages that the script is written for.
 
-    Under stage 3 no rank holds a weight whole, so a script must save in another way: the plan uses it only
-    where the user's config does. Offload settings belong to their stage.
+    Under stage 3 no rank holds a weight whole, so a script must save in another way: the plan uses
+    it only where the user's config does. Offload settings belong to their stage.
     """
     zero = config.get("zero_optimization", {})
     stage = int(zero.get("stage", 0))
@@ -123,8 +123,8 @@ def _check_call(plan: Plan, batch: BatchSettings) -> None:
     per_call = batch.micro * plan.degrees.model_parallel_size
     if per_call % plan.degrees.micro_batch_size:
         raise UnsupportedError(
-            f"The plan's micro-batch holds {plan.degrees.micro_batch_size} samples; one call of the "
-            f"engine brings {per_call} to a replica ({batch.micro} from each of "
+            f"The plan's micro-batch holds {plan.degrees.micro_batch_size} samples; one call of "
+            f"the engine brings {per_call} to a replica ({batch.micro} from each of "
             f"{plan.degrees.model_parallel_size} ranks).",
             "A call is cut into whole micro-batches.",
             "Pin a micro_batch_size that divides it, or change train_micro_batch_size_per_gpu.",
@@ -134,8 +134,9 @@ def _check_call(plan: Plan, batch: BatchSettings) -> None:
 def _show(plan: Plan, batch: BatchSettings) -> None:
     degrees = plan.degrees
     lines = [
-        f"ds_autoplan: plan {plan.fingerprint} for {plan.model}: tp {degrees.tp} x pp {degrees.pp} x "
-        f"dp {degrees.dp}, ZeRO stage {degrees.zero_stage}, micro-batch {degrees.micro_batch_size}, "
+        f"ds_autoplan: plan {plan.fingerprint} for {plan.model}: tp {degrees.tp} x pp {degrees.pp} "
+        f"x dp {degrees.dp}, ZeRO stage {degrees.zero_stage}, "
+        f"micro-batch {degrees.micro_batch_size}, "
         f"vocabulary {plan.vocabulary}",
         f"  batch: {batch.total} samples a step = {batch.micro} per rank and call x "
         f"{batch.accumulation_steps} calls x {dist.get_world_size()} ranks",

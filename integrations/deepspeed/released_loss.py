@@ -1,8 +1,9 @@
 """The loss of a call whose backward is done already.
 
-Forward has run forward and backward, micro-batch by micro-batch, for an expected factor on the loss. What
-the script then does with its loss (`loss * c`, `loss / steps`, `backward(scale_wrt_gas=False)`) is only
-seen in `backward`: there the factor is read off the script's own little graph and compared.
+Forward has run forward and backward, micro-batch by micro-batch, for an expected factor on the
+loss. What the script then does with its loss (`loss * c`, `loss / steps`,
+`backward(scale_wrt_gas=False)`) is only seen in `backward`: there the factor is read off the
+script's own little graph and compared.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class _Released(torch.autograd.Function):
 class ReleasedLoss:
     """One call's loss, and the factor that its gradients were computed for.
 
-    `expected` is the factor of the gradients relative to the gradient of the loss itself: 1 / accumulation
-    steps, or 1 where the script divides by the items of the whole batch itself.
+    `expected` is the factor of the gradients relative to the gradient of the loss itself: 1 /
+    accumulation steps, or 1 where the script divides by the items of the whole batch itself.
     """
 
     anchor: Tensor
@@ -45,7 +46,7 @@ class ReleasedLoss:
         return cls(anchor, _Released.apply(anchor, value), expected)
 
     def factor(self, loss: Tensor, scale: float) -> float:
-        """What the script's `backward(loss)` asks for, relative to what was computed (1.0: the same).
+        """What the script's `backward(loss)` asks for, relative to what was computed.
 
         Args:
             loss: what the script calls backward on.
@@ -59,9 +60,9 @@ class ReleasedLoss:
             gradient = torch.autograd.grad(loss, self.anchor, allow_unused=True)[0]
         if gradient is None:
             raise UnsupportedError(
-                "backward was called on a value that is not the loss of the last call of the engine.",
-                "Under pipeline stages or several micro-batches forward computes the gradients of the "
-                "loss the model returns.",
+                "backward was called on a value that is not the loss of the engine's last call.",
+                "Under pipeline stages or several micro-batches forward computes the gradients of "
+                "the loss the model returns.",
                 "Call backward once on that loss after each call, or set "
                 '"pipeline": false in "autoplan".',
             )

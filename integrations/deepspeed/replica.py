@@ -1,10 +1,11 @@
 """One replica at work: what happens between the script's call of the model and the answer it gets.
 
-The replica takes the place of the model's `forward`, so every way into the model (the engine, the model
-object that Trainer evaluates with) passes here. Under pp = 1 a call runs as one graph: exchange, the
-model's own forward over the samples of all ranks, own loss and own logits back; autograd runs through.
-A call that is cut into several micro-batches, or that runs through pipeline stages, has its backward done
-before it returns (see engine.py and pipeline.py): its loss only releases it.
+The replica takes the place of the model's `forward`, so every way into the model (the engine, the
+model object that Trainer evaluates with) passes here. Under pp = 1 a call runs as one graph:
+exchange, the model's own forward over the samples of all ranks, own loss and own logits back;
+autograd runs through. A call that is cut into several micro-batches, or that runs through pipeline
+stages, has its backward done before it returns (see engine.py and pipeline.py): its loss only
+releases it.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Replica:
         return {name: value for name, value in bound.items() if value is not None}
 
     def exchange(self, inputs: dict[str, Any]) -> ReplicaBatch:
-        """Gather the batches of the replica's ranks; `return_dict` and caches stay with the caller."""
+        """Gather the batches of the replica's ranks; `return_dict` stays with the caller."""
         state.require(self.setting)
         sent = {k: v for k, v in inputs.items() if k not in ("return_dict", "use_cache")}
         parallel = any(layer.strategy.sequence_parallel for layer in self.plan.layers)

@@ -1,1 +1,1 @@
-"""Megatron-core: the parallel state of a plan, and tensor-parallel layers under Hugging Face names."""
+"""Megatron-core: a plan's parallel state, and its layers under Hugging Face names."""

@@ -1,10 +1,10 @@
 """Megatron-core's tensor-parallel layers in the shape Hugging Face modules call them.
 
 Three differences to the plain layers. They return the output alone, not (output, bias). They take
-[batch, sequence, features] (Megatron-core: sequence first). And the column-parallel layer leaves the
-all-reduce of its input's gradient to the *region* it stands in (see regions.py): q, k and v share one.
-The weight is always the Hugging Face Parameter itself, cut in place, so an optimizer that holds it
-stays valid.
+[batch, sequence, features] (Megatron-core: sequence first). And the column-parallel layer leaves
+the all-reduce of its input's gradient to the *region* it stands in (see regions.py): q, k and v
+share one. The weight is always the Hugging Face Parameter itself, cut in place, so an optimizer
+that holds it stays valid.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class ColumnParallel(ColumnParallelLinear):
 
 
 class RowParallel(RowParallelLinear):
-    """Y = X W^T + b with the columns of W over tp: partial products are summed over tp, then b is added.
+    """Y = X W^T + b with the columns of W over tp: products are summed over tp, then b is added.
 
-    Under sequence parallelism the sum is a reduce-scatter: over dim 1 of [batch, sequence, out] where the
-    order of tokens matters (attention), else over dim 0, which needs no transposition.
+    Under sequence parallelism the sum is a reduce-scatter: over dim 1 of [batch, sequence, out]
+    where the order of tokens matters (attention), else over dim 0, which needs no transposition.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class RowParallel(RowParallelLinear):
             bias: the whole bias, or None.
             sequence_parallel: whether the sum is a reduce-scatter.
             token_dim: its dimension, see above.
-            writable: the model adds to the output in place, which autograd forbids on the output of a
-                communication function: give it a copy.
+            writable: the model adds to the output in place, which autograd forbids on the output of
+                a communication function: give it a copy.
         """
         tp = parallel_state.get_tensor_model_parallel_world_size()
         with torch.device("meta"):
@@ -120,8 +120,8 @@ class RowParallel(RowParallelLinear):
 class SelectedColumns(nn.Module):
     """Y = X W[rows]^T where W is whole on every tp rank and `rows` is what this rank computes.
 
-    For projections whose rows several ranks need, such as the keys and values of fewer kv heads than
-    tp. The gradient of W is a part of the whole on each rank and is summed over tp.
+    For projections whose rows several ranks need, such as the keys and values of fewer kv heads
+    than tp. The gradient of W is a part of the whole on each rank and is summed over tp.
     """
 
     rows: Tensor

@@ -1,16 +1,17 @@
-"""Where a block's tensor-parallel regions begin and end, and what its hidden states look like between.
+"""Where a block's tensor-parallel regions begin and end, and its hidden states between them.
 
-Between blocks hidden states are *whole* on every tp rank, [batch, sequence, hidden], or, under sequence
-parallelism, *split*: [batch, sequence / tp, hidden]. A sharded part (attention, MLP) is a region: at its entry
-every rank gets the whole input, at its exit (the row-parallel layer) the partial results are summed.
+Between blocks hidden states are *whole* on every tp rank, [batch, sequence, hidden], or, under
+sequence parallelism, *split*: [batch, sequence / tp, hidden]. A sharded part (attention, MLP) is a
+region: at its entry every rank gets the whole input, at its exit (the row-parallel layer) the
+    partial results are summed.
 
     hidden states   entry of a sharded part            gradient
     whole           identity                           all-reduce
     split           all-gather over the sequence       reduce-scatter
 
-A part that is replicated computes the same on every rank: nothing to do where hidden states are whole;
-where they are split, attention (which mixes tokens) gathers at its entry and takes its own piece at its
-exit, and an MLP (which does not) just runs on its piece.
+A part that is replicated computes the same on every rank: nothing to do where hidden states are
+whole; where they are split, attention (which mixes tokens) gathers at its entry and takes its own
+piece at its exit, and an MLP (which does not) just runs on its piece.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def enter_sharded(hidden: Tensor, sequence_parallel: bool, token_dim: int) -> Te
 
 
 def split_sequence(hidden: Tensor) -> Tensor:
-    """[batch, sequence, hidden], the same on every rank -> this rank's [batch, sequence / tp, hidden]."""
+    """[batch, sequence, hidden] on every rank -> this rank's [batch, sequence / tp, hidden]."""
     sequence_first = hidden.transpose(0, 1).contiguous()
     return scatter_to_sequence_parallel_region(sequence_first).transpose(0, 1)
 
@@ -59,7 +60,7 @@ def _gather(hidden: Tensor, token_dim: int, output_gradient_is_partial: bool) ->
 
 
 def convert_input(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Convert the hidden states that `module` is called with (first argument, or `hidden_states=`)."""
+    """Convert the hidden states `module` is called with (first, or as `hidden_states=`)."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
@@ -83,8 +84,8 @@ def convert_output(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> No
 def sum_gradient_over_tp(parameter: nn.Parameter) -> None:
     """All-reduce the gradient of a replicated parameter whose gradient is a part on each tp rank.
 
-    Which ones: norms inside a region (each rank sees its own heads), anything that runs on a piece of
-    the sequence, projections of which each rank uses some rows.
+    Which ones: norms inside a region (each rank sees its own heads), anything that runs on a piece
+    of the sequence, projections of which each rank uses some rows.
     """
     if parameter.requires_grad:
         parameter.register_hook(_all_reduce_over_tp)

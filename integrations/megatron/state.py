@@ -1,9 +1,9 @@
 """Megatron-core's parallel state, set to a plan.
 
-Rank r of a job with tp, pp and dp belongs to three groups (Megatron-core's order "tp-cp-ep-dp-pp", tp
-fastest). With tp 2, dp 2, pp 2 the tp groups are [0,1] [2,3] [4,5] [6,7], the dp groups [0,2] [1,3]
-[4,6] [5,7], and the pp groups [0,4] [1,5] [2,6] [3,7]. A *replica* is one model-parallel group, the tp * pp
-ranks that hold one copy of the model: [0,1,4,5] and [2,3,6,7].
+Rank r of a job with tp, pp and dp belongs to three groups (Megatron-core's order "tp-cp-ep-dp-pp",
+tp fastest). With tp 2, dp 2, pp 2 the tp groups are [0,1] [2,3] [4,5] [6,7], the dp groups [0,2]
+[1,3] [4,6] [5,7], and the pp groups [0,4] [1,5] [2,6] [3,7]. A *replica* is one model-parallel
+group, the tp * pp ranks that hold one copy of the model: [0,1,4,5] and [2,3,6,7].
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _current: Setting | None = None
 def initialize(degrees: Degrees) -> Setting:
     """Set Megatron-core's parallel state to `degrees`.
 
-    A state that this module set to the same degrees stays, so that two engines under equal degrees live
-    side by side. Any other is torn down first; an engine that ran under it then refuses to go on
-    (see :func:`require`).
+    A state that this module set to the same degrees stays, so that two engines under equal degrees
+    live side by side. Any other is torn down first; an engine that ran under it then refuses to go
+    on (see :func:`require`).
 
     Raises:
-        UnsupportedError: the degrees need what the DeepSpeed backend does not run, or another world.
+        UnsupportedError: the degrees need what the DeepSpeed backend does not run, or another
+        world.
     """
     world = dist.get_world_size()
     if degrees.world_size != world:
@@ -89,7 +90,8 @@ def require(setting: Setting) -> None:
     """Check that the parallel state is still what an engine was started under.
 
     Raises:
-        UnsupportedError: a later `deepspeed.initialize` set it to other degrees, or it was torn down.
+        UnsupportedError: a later `deepspeed.initialize` set it to other degrees, or it was torn
+        down.
     """
     if _current is not setting:
         now = "it was torn down" if _current is None else f"it is now {_words(_current)}"
@@ -126,7 +128,7 @@ def use_cpu_where_there_is_no_gpu() -> None:
 
 
 def layer_config(dtype: torch.dtype, sequence_parallel: bool) -> ModelParallelConfig:
-    """The config Megatron-core's layers take; weights are the model's own, so none is initialised."""
+    """The config Megatron-core's layers take; weights are the model's own: none is initialised."""
     return ModelParallelConfig(
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=sequence_parallel,
@@ -140,9 +142,9 @@ def layer_config(dtype: torch.dtype, sequence_parallel: bool) -> ModelParallelCo
 class MegatronMpu:
     """The model-parallel unit DeepSpeed asks, answered by Megatron-core's parallel state.
 
-    DeepSpeed calls `get_model_parallel_*`, which Megatron-core 0.16 no longer has; for an engine without
-    pipeline stages the model-parallel group is the tensor-parallel group. No method may be called
-    `initialize_sequence_parallel`: DeepSpeed would take the unit for Ulysses.
+    DeepSpeed calls `get_model_parallel_*`, which Megatron-core 0.16 no longer has; for an engine
+    without pipeline stages the model-parallel group is the tensor-parallel group. No method may be
+    called `initialize_sequence_parallel`: DeepSpeed would take the unit for Ulysses.
     """
 
     def get_model_parallel_rank(self) -> int:

@@ -81,7 +81,7 @@ def _check(structure: ModelStructure, plan: Plan) -> None:
     if plan.precision in ("bf16", "fp16") and degrees.zero_stage == 0:
         if degrees.model_parallel_size > 1:
             raise UnsupportedError(
-                f"The plan has {plan.precision}, ZeRO stage 0, tp {degrees.tp} and pp {degrees.pp}.",
+                f"The plan has {plan.precision}, ZeRO 0, tp {degrees.tp} and pp {degrees.pp}.",
                 "DeepSpeed's 16-bit optimizers without ZeRO take a part of the gradient norm then.",
                 "Use ZeRO stage 1 (the planner does, unless zero_stage is pinned).",
             )

@@ -1,7 +1,7 @@
 """What a Hugging Face model declares of itself: `base_model_tp_plan` and `base_model_pp_plan`.
 
-The first source of styles. A declared style decides where the tables of layouts.py know nothing, and
-contradicting one refuses the model: one of the two would shard it wrongly.
+The first source of styles. A declared style decides where the tables of layouts.py know nothing,
+and contradicting one refuses the model: one of the two would shard it wrongly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROW_STYLES = ("rowwise", "rowwise_split_input")
 
 
 def declared_styles(model: nn.Module, blocks_name: str) -> dict[str, str]:
-    """Declared styles of a block's modules: name within the block -> "column", "row" or another word.
+    """Declared styles of a block's modules, by name: "column", "row" or another word.
 
     Args:
         model: the model.
@@ -51,7 +51,7 @@ def declared_stack(model: nn.Module) -> str:
 
 
 def declared_mlp(styles: dict[str, str], parent: str) -> tuple[tuple[str, ...], str] | None:
-    """(column-parallel layers, row-parallel layer) declared directly under `parent`, if complete."""
+    """(column-parallel layers, row-parallel layer) declared right under `parent`, if complete."""
     prefix = f"{parent}." if parent else ""
     inside = {
         name[len(prefix) :]: kind

@@ -1,9 +1,9 @@
 """The block graph of a model, read off its modules instead of its config.
 
-For models whose `model_type` the offline tables do not know. Where the structure was recognised, the graph
-has its attention and MLP and can be planned like any other. Where it was not, every weight of two dimensions
-is priced as a linear layer and nothing is sharded or cut into stages: ZeRO, activation checkpointing and the
-micro-batch size can still be planned.
+For models whose `model_type` the offline tables do not know. Where the structure was recognised,
+the graph has its attention and MLP and can be planned like any other. Where it was not, every
+weight of two dimensions is priced as a linear layer and nothing is sharded or cut into stages:
+ZeRO, activation checkpointing and the micro-batch size can still be planned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What cannot be read off a Hugging Face module: how its fused weights are packed and what its ints mean.
+"""What cannot be read off a Hugging Face module: how fused weights are packed, what its ints mean.
 
 One row per attention module's structure. A row matches where its projections exist; rows that share
-names are told apart by `model_types`. Sizes (heads, head width) come from the modules, not from here.
+names are told apart by `model_types`. Sizes (heads, head width) come from the modules, not from
+here.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class AttentionLayout:
     Attributes:
         projections: "separate" (q, k, v), "blocks" (one weight: all q heads, all k, all v),
             "per_head" (for each head q, k, v), "grouped" (for each kv head its q heads, then k, v);
-            "falcon" and "gpt_bigcode": one of these, by the module's flags; "mixed": packed in a way
-            that tp does not cut (attention is replicated).
+            "falcon" and "gpt_bigcode": one of these, by the module's flags; "mixed": packed in a
+            way that tp does not cut (attention is replicated).
         names: the projection modules, in the order of q, k, v, or the fused one.
         out: the output projection.
         model_types: Hugging Face model types the row holds for; empty: any that has the modules.
@@ -150,8 +151,8 @@ def packing(layout: AttentionLayout, attention: torch.nn.Module) -> str:
 def heads_of_rank(heads: int, kv_heads: int, tp: int, rank: int) -> tuple[list[int], list[int]]:
     """Query and kv heads of one tp rank.
 
-    Where a rank's query heads need kv heads in equal, contiguous shares, each kv head is listed once;
-    otherwise once per query head that reads it.
+    Where a rank's query heads need kv heads in equal, contiguous shares, each kv head is listed
+    once; otherwise once per query head that reads it.
 
     Returns:
         (query heads, kv heads); `len(query) / len(kv)` query heads read each kv head.

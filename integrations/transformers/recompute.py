@@ -1,8 +1,11 @@
-"""Activation checkpointing of single blocks: "full" keeps a block's input only, "selective" its linear layers'.
+"""Activation checkpointing of single blocks: "full" or "selective".
 
-Selective recomputes the attention core (scores, softmax, weighted sum), which is what takes most memory for
-little arithmetic. Models that call Transformers' attention interface get exactly that; others (Bloom, Falcon)
-have the core in the middle of their attention module, so the whole module is recomputed.
+Full keeps the input of a block only, selective the inputs and outputs of its linear layers.
+
+Selective recomputes the attention core (scores, softmax, weighted sum), which is what takes most
+memory for little arithmetic. Models that call Transformers' attention interface get exactly that;
+others (Bloom, Falcon) have the core in the middle of their attention module, so the whole module is
+recomputed.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ PREFIX = "ds_autoplan_recomputed_"
 
 
 def recompute(block: Block, mode: str) -> None:
-    """Apply "none", "selective" or "full" to a block; Transformers' own switch on it is turned off."""
+    """Apply "none", "selective" or "full" to a block; Transformers' own switch is turned off."""
     if hasattr(block.module, "gradient_checkpointing"):
         block.module.gradient_checkpointing = False
     if mode == "full":

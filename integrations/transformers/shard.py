@@ -1,8 +1,8 @@
-"""Tensor parallelism in place: cut a model's weights over tp and put Megatron-core's layers around them.
+"""Tensor parallelism in place: weights cut over tp, with Megatron-core's layers around them.
 
-Every parameter keeps its identity (`parameter.data = shard`), so client optimizers, parameter groups and
-ties stay valid. For every cut parameter a :class:`Shard` remembers which rows each rank holds, from which
-the whole weight is put together again for checkpoints.
+Every parameter keeps its identity (`parameter.data = shard`), so client optimizers, parameter
+groups and ties stay valid. For every cut parameter a :class:`Shard` remembers which rows each rank
+holds, from which the whole weight is put together again for checkpoints.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Shard:
 
 
 class Sharder:
-    """Cuts one model over tp; call :meth:`vocabulary` once and :meth:`block` for each owned block."""
+    """Cuts one model over tp: :meth:`vocabulary` once, then :meth:`block` for each owned block."""
 
     def __init__(self, structure: ModelStructure, tp: int, rank: int) -> None:
         """Take the structure of the model, the tp degree and this rank's place in it."""
@@ -90,7 +90,7 @@ class Sharder:
     # Vocabulary
 
     def vocabulary(self, has_embedding: bool, has_head: bool) -> None:
-        """Cut the word embedding and the head by rows of the vocabulary, padded to a multiple of tp.
+        """Cut the word embedding and the head by rows of the vocabulary, padded to a multiple.
 
         Args:
             has_embedding: the embedding lives on this rank's stage.
@@ -152,8 +152,8 @@ class Sharder:
         """Shard attention by heads; returns the ids of the parameters whose gradient is settled."""
         if not part.shardable:
             raise UnsupportedError(
-                f"{prefix} cannot be split by heads ({part.projections} projections, or norms over more "
-                "than one head).",
+                f"{prefix} cannot be split by heads ({part.projections} projections, or norms "
+                "over more than one head).",
                 "",
                 'Plan this layer with attention "replicate".',
             )

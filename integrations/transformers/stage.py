@@ -1,10 +1,10 @@
 """One pipeline stage of a Hugging Face model: the model's own forward over the blocks it owns.
 
 A stage keeps the model's forward, so masks, rotary tables, ALiBi and position ids are computed by
-Hugging Face's own code from the batch, on every stage; only hidden states cross a boundary. Blocks of other
-stages are skipped. On a later stage, weights that are used before the first block give zeros of the
-right shape, and the first own block takes the received hidden states in place of what came so far. On an
-earlier stage the forward ends after the last own block.
+Hugging Face's own code from the batch, on every stage; only hidden states cross a boundary. Blocks
+of other stages are skipped. On a later stage, weights that are used before the first block give
+zeros of the right shape, and the first own block takes the received hidden states in place of what
+came so far. On an earlier stage the forward ends after the last own block.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StageCut:
 
 
 class SkippedBlock(nn.Module):
-    """Stands for a block of another stage: passes its input on and keeps the block's plain attributes."""
+    """Stands for a block of another stage: passes its input on, keeps its plain attributes."""
 
     def __init__(self, block: nn.Module, returns_tuple: bool) -> None:
         """Copy what the model's loop may read from a block (its attention type, its index)."""
@@ -103,10 +103,10 @@ class SkippedBlock(nn.Module):
 
 
 class ZerosLike(nn.Module):
-    """Stands for an embedding (or a norm or projection after it) on a stage that does not own it."""
+    """Stands for an embedding (or what follows it) on a stage that does not own it."""
 
     def __init__(self, width: int, dtype: Callable[[], torch.dtype]) -> None:
-        """Give zeros whose last dimension is `width`, of the type that `dtype` answers at each call."""
+        """Give zeros of last dimension `width`, of the type that `dtype` answers at each call."""
         super().__init__()
         self.width, self.dtype = width, dtype
 

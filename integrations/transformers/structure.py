@@ -1,9 +1,9 @@
 """The structure of a Hugging Face causal LM: prologue, blocks, epilogue, head, ties.
 
-What a block needs is not guessed: a forward over two tokens is recorded, in which only the first block
-of each kind runs. From the order of calls follow the *prologue* (weights used before the first block)
-and the *epilogue* (after the last); from the blocks' arguments, whether anything but hidden states carries
-gradients across a stage boundary.
+What a block needs is not guessed: a forward over two tokens is recorded, in which only the first
+block of each kind runs. From the order of calls follow the *prologue* (weights used before the
+first block) and the *epilogue* (after the last); from the blocks' arguments, whether anything but
+hidden states carries gradients across a stage boundary.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MlpPart:
 
 @dataclass
 class Block:
-    """One block and what is known of it; `attention` or `mlp` is None where it was not recognised."""
+    """One block and what is known of it; `attention` or `mlp` is None where unknown."""
 
     index: int
     name: str
@@ -87,7 +87,8 @@ class Block:
 class ModelStructure:
     """A causal LM taken apart. Names are dotted, from the model.
 
-    `returns_tuple`: blocks return (hidden states, ...). `widths`: last dimension of what the prologue's and
+    `returns_tuple`: blocks return (hidden states, ...). `widths`: last dimension of what the
+        prologue's and
     epilogue's modules give. `tensor_refusal` and `pipeline_refusal` say why
     the model cannot be split that way ("" where it can).
     """
@@ -126,7 +127,8 @@ def analyse(model: nn.Module) -> ModelStructure:
     """Take a model apart.
 
     Raises:
-        UnsupportedError: the model is not a Hugging Face causal LM with one stack of blocks. The message
+        UnsupportedError: the model is not a Hugging Face causal LM with one stack of blocks. The
+        message
             names what was looked for; such a model still runs under plans with tp = pp = 1.
     """
     name = type(model).__name__
@@ -206,16 +208,16 @@ def _block(
     refusal = contradiction(styles, *_recognised(attention, mlp))
     if attention is None and mlp is None:
         refusal = (
-            f"{name} ({type(module).__name__}, model type {model_type!r}) holds no attention and no "
-            "MLP of a known structure"
+            f"{name} ({type(module).__name__}, model type {model_type!r}) holds no attention and "
+            "no MLP of a known structure"
         )
     known = _known_weights(attention, mlp)
     for child_name, child in module.named_modules():
         own = list(child.parameters(recurse=False))
         if own and id(child) not in known and max(p.dim() for p in own) >= 2 and not refusal:
             refusal = (
-                f"{name}.{child_name} ({type(child).__name__}, model type {model_type!r}) is a weight "
-                "of unknown structure"
+                f"{name}.{child_name} ({type(child).__name__}, model type {model_type!r}) is a "
+                "weight of unknown structure"
             )
     return Block(index, name, module, attention, mlp, refusal)
 
@@ -328,7 +330,7 @@ def _unexpected_ties(structure: ModelStructure) -> str:
     expected = {f"{structure.head_name}.weight", f"{structure.embedding_name}.weight"}
     for name, other in structure.tied_names.items():
         if not {name, other} <= expected:
-            return f"{name} is tied to {other}; only the word embedding and the head may share a weight"
+            return f"{name} is tied to {other}; only word embedding and head may share a weight"
     return ""
 
 

@@ -1,13 +1,14 @@
 """The whole model's weights, from the pieces that the ranks of a replica hold.
 
-In data parallelism a script may save on one rank alone (`if rank == 0: model.save_pretrained(...)`), so
-that must work here. Every rank of a replica runs a thread that serves its own pieces on request, over a
-gloo group of its own. A rank that is behind answers when it has done as many steps as the asking one; one
-that is ahead cannot have changed its weights, because its next call waits in the batch exchange for the
-rank that is busy saving. At the end of the script a rank stays until the ranks that
-may still ask have said that they are done.
+In data parallelism a script may save on one rank alone (`if rank == 0:
+model.save_pretrained(...)`), so that must work here. Every rank of a replica runs a thread that
+serves its own pieces on request, over a gloo group of its own. A rank that is behind answers when
+it has done as many steps as the asking one; one that is ahead cannot have changed its weights,
+because its next call waits in the batch exchange for the rank that is busy saving. At the end of
+the script a rank stays until the ranks that may still ask have said that they are done.
 
-ZeRO stage 3 partitions the pieces once more; there, as with DeepSpeed itself, all ranks must call together.
+ZeRO stage 3 partitions the pieces once more; there, as with DeepSpeed itself, all ranks must call
+together.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ class WeightService:
 def whole_under_zero_3(
     service: WeightService, parameters: dict[str, nn.Parameter], tp_group: dist.ProcessGroup
 ) -> OrderedDict[str, Tensor]:
-    """As :meth:`WeightService.whole`, for weights that ZeRO stage 3 partitions; all ranks call together."""
+    """As :meth:`WeightService.whole`, for ZeRO stage 3; all ranks call together."""
     import deepspeed
 
     keep = service.keeps
