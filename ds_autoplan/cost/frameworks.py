@@ -58,7 +58,6 @@ class Framework:
         expert_tp: ways that each expert is split (0: tp). With 1, ep takes its ranks from tp too.
         broadcast_s: latency of each shard's broadcast, where ZeRO broadcasts instead of gathering.
         expert_imbalance: load of the busiest expert rank over the mean.
-        selective_streams: share of a layer's streaming work that selective checkpointing repeats.
         selective_mlp: selective checkpointing recomputes the MLP instead of the attention core.
         loss_bytes_moved: bytes per logit that the loss moves forward (fp32 softmax; backward:
             half).
@@ -110,7 +109,6 @@ class Framework:
     expert_tp: int = 0
     broadcast_s: float = 0.0
     expert_imbalance: float = 1.0
-    selective_streams: float = 0.0
     selective_mlp: bool = False
     loss_bytes_moved: float = 12.0
     logit_bytes: float = 12.0

@@ -67,7 +67,7 @@ def block_work(setting: Setting, block: BlockClass, strategy: Strategy, degrees:
     if strategy.activation_checkpointing == "full":
         recompute = forward
     elif strategy.activation_checkpointing == "selective":
-        again = core_s + setting.framework.selective_streams * stream_s
+        again = core_s
         if setting.framework.selective_mlp:
             parts = [g for g in local.gemms if g.part == "mlp"]
             again = sum(setting.kernels.gemm_s(g.m, g.k, g.n) for g in parts) + stream_s / 2.0

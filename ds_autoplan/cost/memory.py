@@ -84,72 +84,80 @@ def activation_bytes(
     The second is what full or selective checkpointing recomputes; 0 without checkpointing.
     """
     e = float(element_bytes(workload.precision))
-    # A quantised GEMM keeps its quantised input.
-    saved = 1.0 if workload.precision in ("fp8", "fp4") else e
-    attention_ways, mlp_ways = split_ways(block, strategy, degrees.tp)
+    ways = split_ways(block, strategy, degrees.tp)
     sequence_ways = degrees.tp if strategy.sequence_parallel else 1
     if framework.eager_blocks:
-        per_token, core = eager_bytes_per_token(
-            block,
-            keeps_of(model_type),
-            hidden,
-            seq_length,
-            e,
-            attention_ways,
-            mlp_ways,
-            sequence_ways,
-            degrees.tp,
+        kept, again = eager_bytes_per_token(
+            block, keeps_of(model_type), hidden, seq_length, e, *ways, sequence_ways, degrees.tp
         )
-        if strategy.activation_checkpointing == "full":
-            return tokens * hidden * e / sequence_ways, tokens * per_token
-        if strategy.activation_checkpointing == "selective":
-            return tokens * (per_token - core), tokens * core
-        return tokens * per_token, 0.0
-    extra = framework.activation_extra
-    stream = tokens * hidden / sequence_ways
-    norms = 2 if not block.parallel_residual else 1
-    # Norms: input, and output as the next linear's input; eager norms also keep an fp32 copy.
-    kept = norms * stream * (e + saved + (extra * 4.0 if e < 4 else 0.0))
-    recomputable = norms * stream * saved
+    else:
+        # A quantised GEMM keeps its quantised input.
+        saved = 1.0 if workload.precision in ("fp8", "fp4") else e
+        norms = 1 if block.parallel_residual else 2
+        # Norms: input, and output as the next linear's input; eager norms keep an fp32 copy too.
+        copies = framework.activation_extra * 4.0 if e < 4 else 0.0
+        kept = norms * hidden / sequence_ways * (e + saved + copies)
+        core, scores = _fused_attention(block, seq_length, e, saved, ways[0], framework)
+        mlp = _fused_mlp(block, hidden, e, saved, ways[1], degrees.tp, framework)
+        kept += core + mlp
+        again = mlp if framework.selective_mlp else scores
+    if strategy.activation_checkpointing == "full":
+        return tokens * hidden * e / sequence_ways, tokens * kept
+    if strategy.activation_checkpointing == "selective":
+        return tokens * (kept - again), tokens * again
+    return tokens * kept, 0.0
+
+
+def _fused_attention(
+    block: BlockClass,
+    seq_length: int,
+    element: float,
+    saved: float,
+    ways: int,
+    framework: Framework,
+) -> tuple[float, float]:
+    """Bytes per token that attention keeps, and of these what recomputing its core brings back."""
+    kept = scores = 0.0
     for attention in (block.attention, block.cross_attention):
         if attention is None:
             continue
-        query = tokens * attention.num_heads * attention.head_dim / attention_ways
-        kv_ways = min(attention_ways, attention.num_kv_heads)
+        query = attention.num_heads * attention.head_dim / ways
+        kv_ways = min(ways, attention.num_kv_heads)
         width = attention.num_kv_heads * (attention.value_head_dim + attention.head_dim)
-        context = tokens * attention.num_heads * attention.value_head_dim / attention_ways
-        # Queries, keys and values; the core's output, once for its backward and as a GEMM's input.
-        kept += (query + tokens * width / kv_ways) * e + context * saved
-        kept += context * e if saved < e else 0.0
-        recomputable += context * saved
-        if framework.attention != "unfused":
-            kept += tokens * attention.num_heads * 4.0 / attention_ways
+        context = attention.num_heads * attention.value_head_dim / ways
+        # Queries, keys and values; the core's output, as a GEMM's input and for its own backward.
+        kept += (query + width / kv_ways) * element + context * saved
+        kept += context * element if saved < element else 0.0
+        heads = attention.num_heads / ways
+        if framework.attention == "unfused":
+            scores += heads * seq_length * (2.0 * element + 1.0)
         else:
-            scores = tokens * seq_length * attention.num_heads / attention_ways
-            kept += scores * (2.0 * e + 1.0)
-            recomputable += scores * (2.0 * e + 1.0)
-    mlp_kept = mlp_recomputable = 0.0
+            scores += heads * 4.0
+    return kept + scores, scores
+
+
+def _fused_mlp(
+    block: BlockClass,
+    hidden: int,
+    element: float,
+    saved: float,
+    ways: int,
+    tp: int,
+    framework: Framework,
+) -> float:
+    """Bytes per token that the MLP keeps."""
     mlp = block.mlp
-    if mlp is not None:
-        inner = tokens * mlp.shared_intermediate_size / mlp_ways
-        routed = tokens * mlp.intermediate_size / mlp_ways
-        if mlp.num_experts:
-            routed = tokens * mlp.top_k * mlp.intermediate_size / degrees.tp
-            # Permuted expert inputs, and expert outputs before they are combined.
-            mlp_kept += tokens * mlp.top_k * hidden * (saved + e) / degrees.tp
-        inner += routed
-        # First GEMM's output (gate and up), and the activation's output as the second GEMM's input;
-        # an eager gate keeps its own activation too.
-        mlp_recomputable = inner * (saved + (extra * e if mlp.gated else 0.0))
-        mlp_kept += inner * e * (2.0 if mlp.gated else 1.0) + mlp_recomputable
-    if framework.selective_mlp:
-        recomputable = mlp_kept
+    if mlp is None:
+        return 0.0
+    kept = 0.0
+    inner = mlp.shared_intermediate_size / ways
+    if mlp.num_experts:
+        # Routed tokens: the experts' inputs, and their outputs before they are combined.
+        kept += mlp.top_k * hidden * (saved + element) / tp
+        inner += mlp.top_k * mlp.intermediate_size / tp
     else:
-        recomputable += mlp_recomputable * framework.selective_streams
-    kept += mlp_kept
-    stream *= e
-    if strategy.activation_checkpointing == "full":
-        return stream, kept
-    if strategy.activation_checkpointing == "selective":
-        return kept - recomputable, recomputable
-    return kept, 0.0
+        inner += mlp.intermediate_size / ways
+    # First GEMM's output (gate and up), and the activation's output as the second GEMM's input; an
+    # eager gate keeps its own activation too.
+    own = (2.0 + framework.activation_extra) if mlp.gated else 1.0
+    return kept + inner * (own * element + saved)

@@ -101,7 +101,7 @@ def local_block(
             gemms.append(Gemm(rows, k, n, local, "experts"))
             expert_parameters += weights / degrees.ep / expert_tp
             continue
-        if operator.kind != "linear":
+        if operator.kind not in ("linear", "router"):
             parameters += weights
             continue
         part = "mlp"
