@@ -23,6 +23,8 @@ _LAZY = {"Plan": "ds_autoplan.plan", "initialize": "ds_autoplan.hook"}
 
 def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it, on first use."""
+    if name == "plan":  # a module that can be called; see its end
+        return import_module("ds_autoplan.plan")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_LAZY[name]), name)
@@ -32,7 +34,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """The names of the module, those not yet imported included."""
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "plan"})
 
 
 def _find_integrations_in_checkout() -> None:

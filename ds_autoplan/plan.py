@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ds_autoplan.errors import BadInputError
@@ -23,8 +25,9 @@ SCHEMA_VERSION = 1
 class StagePlan:
     """One pipeline stage: layers `first_layer`..`last_layer`, both included.
 
-    `time_s` is forward plus backward of one micro-batch; `peak_bytes` is per rank; `memory` itemises it
-    (parameters, gradients, optimizer, activations, workspace, overhead; bytes per rank).
+    `time_s` is forward plus backward of one micro-batch; `peak_bytes` is per rank; `memory`
+    itemises it (parameters, gradients, optimizer, activations, workspace, overhead; bytes per
+    rank).
     """
 
     first_layer: int
@@ -63,8 +66,8 @@ class SolverReport:
 class Plan:
     """A solved plan. Units are in the names; see INTERFACE in the README for the JSON.
 
-    `vocabulary` is "shard" (word embedding and head split over tp by rows, padded to a multiple of tp)
-    or "replicate".
+    `vocabulary` is "shard" (word embedding and head split over tp by rows, padded to a multiple of
+    tp) or "replicate".
     """
 
     model: str
@@ -244,3 +247,20 @@ def _layer(data: dict[str, Any]) -> LayerPlan:
         activation_checkpointing=data["activation_checkpointing"],
     )
     return LayerPlan(data["index"], data["name"], data["stage"], strategy)
+
+
+class _PlanModule(ModuleType):
+    """This module, callable: `ds_autoplan.plan(model, cluster, workload)` makes a plan.
+
+    The package's function has the name of this module, and importing a module puts it under its
+    name into its package; so the module itself passes the call on to :func:`ds_autoplan.api.plan`.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Plan:
+        """See :func:`ds_autoplan.api.plan`."""
+        from ds_autoplan.api import plan
+
+        return plan(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _PlanModule

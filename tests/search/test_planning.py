@@ -331,3 +331,11 @@ def test_highs_proves_the_winner(model: str, cluster: str, pins: dict[str, Any])
     assert proof["agrees"]
     assert proof["gap"] <= 1e-6
     assert proof["objective_s"] == pytest.approx(found.solver.objective_s, rel=1e-6)
+
+
+def test_the_package_has_plan_as_a_function() -> None:
+    import ds_autoplan
+
+    found = ds_autoplan.plan("llama-2-7b", CLUSTER, SEVEN)
+    assert isinstance(found, ds_autoplan.Plan)
+    assert found.fingerprint == plan("llama-2-7b", CLUSTER, SEVEN).fingerprint
