@@ -1,4 +1,4 @@
-"""The choices a plan is made of: degrees for the whole job, a strategy for each layer. Plain data."""
+"""The choices a plan is made of: degrees for the job, a strategy for each layer. Plain data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ class Strategy:
     """How one layer runs.
 
     Attributes:
-        attention: "heads" (split over tp by heads) or "replicate" (every tp rank computes all of it).
+        attention: "heads" (split over tp by heads) or "replicate" (every tp rank computes all
+            of it).
         mlp: "shard" (column- then row-parallel) or "replicate".
         sequence_parallel: norms, residuals and dropout run on 1/tp of the sequence; all-gather and
             reduce-scatter replace the all-reduce.
-        activation_checkpointing: "none"; "selective": keep the outputs of the linear layers, recompute
-            the attention core, norms and activations; "full": keep the block's input only.
+        activation_checkpointing: "none"; "selective": keep the outputs of the linear layers,
+            recompute the attention core, norms and activations; "full": keep the block's input
+            only.
     """
 
     attention: str = "heads"
@@ -33,10 +35,10 @@ class Strategy:
 class Degrees:
     """The parallel degrees of a job, and what goes with them.
 
-    World size is tp * cp * dp * pp; `ep` divides dp (experts live inside dp). `micro_batch_size` is what
-    one replica (tp * pp * cp ranks) runs at a time; `num_micro_batches` is per optimizer step, so
-    global_batch_size = dp * micro_batch_size * num_micro_batches. `order` names the axes from the
-    fastest-varying rank outward, as Megatron-core does.
+    World size is tp * cp * dp * pp; `ep` divides dp (experts live inside dp). `micro_batch_size` is
+    what one replica (tp * pp * cp ranks) runs at a time; `num_micro_batches` is per optimizer step,
+    so global_batch_size = dp * micro_batch_size * num_micro_batches. `order` names the axes from
+    the fastest-varying rank outward, as Megatron-core does.
     """
 
     tp: int = 1

@@ -16,11 +16,12 @@ class Workload:
         seq_length: tokens per sample.
         global_batch_size: samples per optimizer step, over all ranks.
         precision: "bf16", "fp16" (both with fp32 optimizer states), "fp32" or "fp8".
-        optimizer: "adamw", "adam", "sgd", "lion", "adafactor": sets the bytes of state per parameter.
+        optimizer: "adamw", "adam", "sgd", "lion", "adafactor": sets the bytes of state
+            per parameter.
         backend: "deepspeed" (what integrations/ run) or "megatron" (export).
-        gradient_accumulation_steps: engine calls per optimizer step that the user's script makes. Under
-            the deepspeed backend one call is one pipeline pass, so the bubble is paid once per call.
-            None: the plan may choose (1 is usually fastest).
+        gradient_accumulation_steps: engine calls per optimizer step that the user's script
+            makes. Under the deepspeed backend one call is one pipeline pass, so the bubble is
+            paid once per call. None: the plan may choose (1 is usually fastest).
         gradient_clipping: largest gradient norm, 0 for off.
         trainable_fraction: parameters that get gradients, as a share of all (LoRA, frozen parts).
     """
