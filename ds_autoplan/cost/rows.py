@@ -18,6 +18,7 @@ from ds_autoplan.cluster.topology import Topology
 from ds_autoplan.cost import frameworks
 from ds_autoplan.cost.frameworks import Framework
 from ds_autoplan.cost.interface import StageAssignment
+from ds_autoplan.cost.model import AnalyticCostModel
 from ds_autoplan.errors import AutoplanError, BadInputError, UnsupportedError
 from ds_autoplan.estimate import even_cut
 from ds_autoplan.model.graph import Attention, BlockClass, BlockGraph, Mlp, Operator
@@ -28,6 +29,9 @@ from ds_autoplan.workload import Workload
 # compressed query and key/value, head dims without and with rotary, and of values.
 MLA = {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
 FINE_GRAINED_EXPERTS = 64
+# A run that says nothing of checkpointing must have used it if it needs this many device memories.
+MUST_RECOMPUTE = 1.5
+HOST_MEMORY_DEVICES = ("GH200", "GB200", "GB300")
 # Where a run does not say: GPT-2's vocabulary, padded.
 ASSUMED_VOCABULARY = 51200
 # Load of the busiest expert rank over the mean where routing is not forced to be even.
@@ -61,7 +65,7 @@ def read_row(data: dict[str, Any]) -> Row:
         BadInputError: a key that every row must have is missing.
     """
     try:
-        return _read(data)
+        return _with_recomputation(_read(data), data)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, AutoplanError):
             raise
@@ -129,6 +133,33 @@ def _read(data: dict[str, Any]) -> Row:
         shard_group=shard_group_of(data),
         memory_unit="GiB" if "GiB" in unit else "GB",
     )
+
+
+def _with_recomputation(row: Row, data: dict[str, Any]) -> Row:
+    """The row with full checkpointing, where it says nothing of it and could not have run without.
+
+    What passes a device's memory a little may be checkpointed in part, at little cost; GPUs that
+    share a package with a CPU can move activations there. Neither is assumed to slow the run.
+    """
+    device = row.topology.device
+    if data["parallel"].get("recompute") is not None or device.name in HOST_MEMORY_DEVICES:
+        return row
+    model = AnalyticCostModel(
+        row.graph, row.topology, row.workload, row.framework, shard_group=row.shard_group
+    )
+    priced = model.step(row.degrees, row.stages, "shard")
+    if max(stage.peak_bytes for stage in priced.stages) <= MUST_RECOMPUTE * device.memory_bytes:
+        return row
+    stages = tuple(
+        replace(
+            stage,
+            strategies=tuple(
+                replace(strategy, activation_checkpointing="full") for strategy in stage.strategies
+            ),
+        )
+        for stage in row.stages
+    )
+    return replace(row, stages=stages)
 
 
 def _step_of_throughput(measured: dict[str, Any], workload: Workload, world: int) -> float | None:
