@@ -147,3 +147,13 @@ def test_a_run_may_leave_out_what_can_be_inferred(runs: list[dict[str, Any]]) ->
     sparse["measured"], sparse["derived"] = {"tokens_per_s_per_gpu": 10000.0}, {}
     tokens = run["batch"]["global"] * run["model"]["seq"] / run["hardware"]["n_gpus"]
     assert price_run(sparse)["measured_step_s"] == pytest.approx(tokens / 10000.0)
+
+
+def test_a_run_that_could_not_have_fitted_must_have_recomputed(runs: list[dict[str, Any]]) -> None:
+    run = next(run for run in runs if run["id"].startswith("dgxc-v25.02-llama3-70b-h100-bf16"))
+    assert read_row(run).stages[0].strategies[0].activation_checkpointing == "none"
+    longer = copy.deepcopy(run)
+    longer["model"]["seq"] *= 4
+    assert read_row(longer).stages[0].strategies[0].activation_checkpointing == "full"
+    longer["parallel"]["recompute"] = "none"
+    assert read_row(longer).stages[0].strategies[0].activation_checkpointing == "none"
