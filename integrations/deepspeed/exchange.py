@@ -65,6 +65,14 @@ class ReplicaBatch:
         start = sum(self.samples[: self.rank])
         return slice(start, start + self.samples[self.rank])
 
+    def within(self, start: int, end: int) -> tuple[int, ...]:
+        """How many of the samples `start` to `end` - 1 each rank brought."""
+        counts, first = [], 0
+        for count in self.samples:
+            counts.append(max(0, min(end, first + count) - max(start, first)))
+            first += count
+        return tuple(counts)
+
     def sources(self, device: torch.device) -> Tensor:
         """For each sample the rank (within the replica) it came from: [samples]."""
         counts = torch.tensor(self.samples, device=device)

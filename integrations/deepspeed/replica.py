@@ -194,10 +194,32 @@ class Replica:
         return self.cut.run(self.forward, received, inputs)
 
     def run_graph(self, inputs: dict[str, Any]) -> Any:
-        """Run a call as one graph (pp = 1)."""
+        """Run a call as one graph (pp = 1); without gradients, micro-batch by micro-batch."""
         batch = self.exchange(inputs)
+        if not torch.is_grad_enabled() and self.num_micro_batches(batch) > 1:
+            return self._run_without_gradients(inputs, batch)
         output = self.run(self.whole(batch))
         return self.give_back(inputs, batch, output.loss, output.logits)
+
+    def _run_without_gradients(self, inputs: dict[str, Any], batch: ReplicaBatch) -> Any:
+        losses: Tensor | None = None
+        own: list[Tensor] = []
+        start = 0
+        for micro_batch in self.micro_batches(batch):
+            output = self.run(micro_batch)
+            if output.loss is not None:
+                losses = output.loss if losses is None else losses + output.loss
+            end = min(start + micro_batch.num_samples, batch.num_samples)
+            own.append(self._own_logits(output.logits[: end - start], batch.within(start, end)))
+            start = end
+        loss = None if losses is None else losses[self.rank]
+        return self.output(inputs, loss, torch.cat(own)[:, : batch.lengths[batch.rank]])
+
+    def _own_logits(self, logits: Tensor, samples: tuple[int, ...]) -> Tensor:
+        """This rank's rows, with the whole vocabulary; `samples` holds each rank's rows."""
+        if self.vocabulary_is_sharded:
+            return OwnLogits.apply(logits, samples, self.structure.vocab_size, self.group)
+        return OwnRows.apply(logits, samples, self.group)
 
     def give_back(
         self, inputs: dict[str, Any], batch: ReplicaBatch, losses: Tensor | None, logits: Tensor
@@ -220,12 +242,8 @@ class Replica:
                 '"logits": false is set in "autoplan".',
                 "Remove it to get logits in training.",
             )
-        elif self.vocabulary_is_sharded:
-            own = OwnLogits.apply(logits, batch.samples, self.structure.vocab_size, self.group)
-            own = own[:, : batch.lengths[batch.rank]]
         else:
-            own = OwnRows.apply(logits, batch.samples, self.group)
-            own = own[:, : batch.lengths[batch.rank]]
+            own = self._own_logits(logits, batch.samples)[:, : batch.lengths[batch.rank]]
         return self.output(inputs, loss, own)
 
     def output(self, inputs: dict[str, Any], loss: Tensor | None, logits: Any) -> Any:
