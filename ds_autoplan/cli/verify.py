@@ -85,7 +85,8 @@ def _grid(args: argparse.Namespace) -> int:
     cases = read_grid(args.grid)
 
     def report(result: Result) -> None:
-        print(_line(result), file=sys.stderr if args.json else sys.stdout, flush=True)
+        lines = [_line(result), *([result.details] if result.details else [])]
+        print("\n".join(lines), file=sys.stderr if args.json else sys.stdout, flush=True)
 
     results = verify(cases, report, limit_s=args.timeout)
     passed = sum(result.ok for result in results)
@@ -101,9 +102,6 @@ def _grid(args: argparse.Namespace) -> int:
             )
         )
     else:
-        for result in results:
-            if result.details and not result.ok:
-                print(f"\n{result.case.words()}\n{result.details}")
         print(f"{passed} of {len(results)} cases agree")
     return 0 if passed == len(results) else 1
 

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from ds_autoplan.integrations.transformers.structure import Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
 
 PREFIX = "ds_autoplan_recomputed_"
 
@@ -39,9 +41,18 @@ def recompute(block: Block, mode: str) -> None:
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # A cache keeps the keys of the first run: the second would see every token twice.
+        args = tuple(_without_cache(value) for value in args)
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
 
     return run
+
+
+def _without_cache(value: Any) -> Any:
+    return None if isinstance(value, Cache) else value
 
 
 def _uses_attention_interface(attention: nn.Module) -> bool:
