@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,15 +14,15 @@ import torch.distributed as dist
 
 from ds_autoplan.errors import AutoplanError
 
-# How long other ranks wait before they exit, so that rank 0's message is out before a launcher ends
-# it.
+# How long other ranks wait before they exit, so that rank 0's message is out before a launcher
+# ends it.
 GRACE_S = 2.0
 
 _previous_hook: Any = None
 
 
 def report_on_rank_0() -> None:
-    """Show an uncaught AutoplanError as one message on rank 0, not as a traceback on each rank."""
+    """Show an uncaught AutoplanError as one message on rank 0, without a traceback on any."""
     global _previous_hook
     if _previous_hook is None:
         _previous_hook = sys.excepthook
@@ -32,7 +33,8 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
     if not issubclass(kind, AutoplanError):
         _previous_hook(kind, error, traceback)
         return
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0:
         sys.stderr.write(f"\nds_autoplan: error: {error}\n")
         sys.stderr.flush()
     else:

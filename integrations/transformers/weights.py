@@ -14,10 +14,14 @@ together.
 from __future__ import annotations
 
 import atexit
+import functools
+import logging
 import os
+import sys
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,8 +33,12 @@ from torch import Tensor, nn
 
 from ds_autoplan.errors import UnsupportedError
 
+log = logging.getLogger("ds_autoplan")
+
 GET, DONE = 1, 2
 REQUEST_TAG, REPLY_TAG = 71, 72
+# How long a rank that has ended waits for the others before it says so.
+PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -42,17 +50,65 @@ class Piece:
     shard: Shard | None
 
 
-class HeldElsewhere(OrderedDict):  # type: ignore[type-arg]
-    """A state dict that this rank was not given; reading it says who has it."""
+class HeldElsewhere(Mapping[str, Tensor]):
+    """The whole state dict on a rank that was not given it: each weight is fetched when it is read.
 
-    def _refuse(self, *_: Any) -> Any:
-        raise UnsupportedError(
-            "The whole state dict was read on a rank that does not hold it.",
-            "Under a plan the first rank of each node gets the whole weights.",
-            "Read and save it where LOCAL_RANK is 0.",
-        )
+    It is no dict, so that what copies state dicts on every rank before one of them saves
+    (accelerate does) does not copy the model to every rank.
+    """
 
-    __getitem__ = __iter__ = items = values = keys = _refuse  # type: ignore[assignment]
+    def __init__(self, names: list[str], fetch: Callable[[str], Tensor] | None) -> None:
+        """Take the names of the state dict, in order, and what gets one weight.
+
+        Args:
+            names: the keys.
+            fetch: collects the weight of one name; None where all ranks must collect together.
+        """
+        self.names, self.fetch = names, fetch
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The whole weight called `name`."""
+        if name not in self.names:
+            raise KeyError(name)
+        if self.fetch is None:
+            raise UnsupportedError(
+                f"The whole weight {name!r} was read on a rank that does not hold it.",
+                "Under ZeRO stage 3 the first rank of each node gets the whole weights.",
+                "Read and save the state dict where LOCAL_RANK is 0.",
+            )
+        return self.fetch(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, in order."""
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        """How many names there are."""
+        return len(self.names)
+
+    def __reduce__(self) -> Any:
+        """Saved (torch.save) it is the dict it stands for."""
+        return OrderedDict, (list(self.items()),)
+
+
+_services: weakref.WeakSet[WeightService] = weakref.WeakSet()
+
+
+def _close_before_groups_end() -> None:
+    """Make `torch.distributed.destroy_process_group` wait for ranks that still save."""
+    original = dist.destroy_process_group
+    if hasattr(original, "ds_autoplan_original"):
+        return
+
+    @functools.wraps(original)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group == dist.group.WORLD:
+            for service in list(_services):
+                service.close()
+        original(group)
+
+    destroy_process_group.ds_autoplan_original = original  # type: ignore[attr-defined]
+    dist.destroy_process_group = destroy_process_group
 
 
 class WeightService:
@@ -84,17 +140,11 @@ class WeightService:
         self.stepped = threading.Condition()
         self.own = self._own_pieces(shards)
         held: list[Any] = [None] * len(self.ranks)
-        local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
-        dist.all_gather_object(held, (self.own, local_rank), group=group)
-        self.held: dict[int, dict[str, Piece]] = {
-            rank: pieces for rank, (pieces, _) in zip(self.ranks, held, strict=True)
-        }
+        dist.all_gather_object(held, self.own, group=group)
+        self.held: dict[int, dict[str, Piece]] = dict(zip(self.ranks, held, strict=True))
         self.service_group = self._make_group(group)
-        self.keeps = local_rank == 0
-        self.keepers = [
-            rank for rank, (_, local) in zip(self.ranks, held, strict=True) if local == 0
-        ]
-        self.finished = {rank: threading.Event() for rank in self.keepers if rank != self.rank}
+        self.keeps = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
+        self.finished = {rank: threading.Event() for rank in self.ranks if rank != self.rank}
         self.closed = False
         self.thread: threading.Thread | None = None
         if self.finished:
@@ -104,6 +154,8 @@ class WeightService:
             self.thread.start()
         if len(self.ranks) > 1:
             atexit.register(self.close)
+            _services.add(self)
+            _close_before_groups_end()
 
     def _own_pieces(self, shards: dict[str, Shard]) -> dict[str, Piece]:
         return {
@@ -135,21 +187,26 @@ class WeightService:
     # Serving
 
     def _serve(self) -> None:
-        while not all(event.is_set() for event in self.finished.values()):
-            request = torch.zeros(4, dtype=torch.int64)
-            try:
-                dist.recv(request, group=self.service_group, tag=REQUEST_TAG)
-            except (RuntimeError, ValueError):
-                return  # the group was torn down: the job ends
-            kind, source, index, steps = request.tolist()
-            if kind == DONE:
-                self.finished[source].set()
-                continue
-            with self.stepped:  # the asking rank may be ahead: answer when as many steps are done
-                self.stepped.wait_for(lambda: self.steps >= steps)  # noqa: B023
-            tensor = self._local()[self.names[index]].detach()
-            payload = tensor.contiguous().cpu().flatten().view(torch.uint8).clone()
-            dist.send(payload, dst=source, group=self.service_group, tag=REPLY_TAG)
+        try:
+            while not all(event.is_set() for event in self.finished.values()):
+                self._serve_one()
+        except (RuntimeError, ValueError):
+            # The group was torn down, or a rank is gone: the job ends, nobody asks any more.
+            for event in self.finished.values():
+                event.set()
+
+    def _serve_one(self) -> None:
+        request = torch.zeros(4, dtype=torch.int64)
+        dist.recv(request, group=self.service_group, tag=REQUEST_TAG)
+        kind, source, index, steps = request.tolist()
+        if kind == DONE:
+            self.finished[source].set()
+            return
+        with self.stepped:  # the asking rank may be ahead: answer when as many steps are done
+            self.stepped.wait_for(lambda: self.steps >= steps)
+        tensor = self._local()[self.names[index]].detach()
+        payload = tensor.contiguous().cpu().flatten().view(torch.uint8).clone()
+        dist.send(payload, dst=source, group=self.service_group, tag=REPLY_TAG)
 
     def _ask(self, rank: int, index: int, piece: Piece) -> Tensor:
         name = self.names[index]
@@ -165,37 +222,44 @@ class WeightService:
     def close(self) -> None:
         """Say that this rank asks no more, and stay until all that may ask have said so.
 
-        All ranks of the replica call it: when the engine is destroyed, or at the end of the script.
+        All ranks of the replica call it: when the engine is destroyed, or at the end of the
+        script or where it ends torch.distributed. A rank that ends with an error does not wait:
+        the others may wait for it.
         """
         if self.closed:
             return
         self.closed = True
         atexit.unregister(self.close)
-        if self.rank in self.keepers:
-            for rank in self.ranks:
-                if rank != self.rank:
-                    request = torch.tensor([DONE, self.rank, 0, 0], dtype=torch.int64)
-                    dist.send(request, dst=rank, group=self.service_group, tag=REQUEST_TAG)
-        for event in self.finished.values():
-            event.wait()
+        try:
+            for rank in self.finished:
+                request = torch.tensor([DONE, self.rank, 0, 0], dtype=torch.int64)
+                dist.send(request, dst=rank, group=self.service_group, tag=REQUEST_TAG)
+        except (RuntimeError, ValueError):
+            return  # the group was torn down, or a rank is gone
+        if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
+            return
+        for rank, event in self.finished.items():
+            if not event.wait(PATIENCE_S):
+                log.warning(
+                    "ds_autoplan: rank %d has ended and stays until rank %d does, which may still "
+                    "ask for its weights.",
+                    self.rank,
+                    rank,
+                )
+                event.wait()
         if self.thread is not None:
             self.thread.join()
 
     # The whole
 
-    def whole(self) -> OrderedDict[str, Tensor]:
+    def whole(self) -> Mapping[str, Tensor]:
         """The whole model's state dict on the CPU, in the Hugging Face layout.
 
         The first rank of each node gets it, the others a :class:`HeldElsewhere`.
         """
-        if self.closed and len(self.ranks) > 1:
-            raise UnsupportedError(
-                "The whole weights were asked for after the engine was destroyed.",
-                "Its ranks put them together while the engine lives.",
-                "Save the model before engine.destroy().",
-            )
+        self._require_open()
         if not self.keeps:
-            return HeldElsewhere()
+            return HeldElsewhere(self.names, self._fetch)
         state: OrderedDict[str, Tensor] = OrderedDict()
         for index, name in enumerate(self.names):
             if name in self.tied and self.tied[name] in state:
@@ -203,6 +267,18 @@ class WeightService:
             else:
                 state[name] = self._collect(index)
         return state
+
+    def _fetch(self, name: str) -> Tensor:
+        self._require_open()
+        return self._collect(self.names.index(name))
+
+    def _require_open(self) -> None:
+        if self.closed and len(self.ranks) > 1:
+            raise UnsupportedError(
+                "The whole weights were asked for after the engine was destroyed.",
+                "Its ranks put them together while the engine lives.",
+                "Save the model before engine.destroy().",
+            )
 
     def _collect(self, index: int) -> Tensor:
         name = self.names[index]
@@ -220,8 +296,8 @@ class WeightService:
 
 def whole_under_zero_3(
     service: WeightService, parameters: dict[str, nn.Parameter], tp_group: dist.ProcessGroup
-) -> OrderedDict[str, Tensor]:
-    """As :meth:`WeightService.whole`, for ZeRO stage 3; all ranks call together."""
+) -> Mapping[str, Tensor]:
+    """As :meth:`WeightService.whole`, for weights under ZeRO stage 3; all ranks call together."""
     import deepspeed
 
     keep = service.keeps
@@ -244,11 +320,11 @@ def whole_under_zero_3(
                 local = shard.join(pieces)
             if keep:
                 state[name] = local.cpu().clone()
-    return state if keep else HeldElsewhere()
+    return state if keep else HeldElsewhere(service.names, None)
 
 
 def answer_with_whole_weights(
-    model: nn.Module, collect: Callable[[], OrderedDict[str, Tensor]]
+    model: nn.Module, collect: Callable[[], Mapping[str, Tensor]]
 ) -> None:
     """Make `model.state_dict()` and `model.save_pretrained()` give the whole model.
 
@@ -267,6 +343,11 @@ def answer_with_whole_weights(
     ) -> Any:
         whole = collect() if state_dict is None else state_dict
         if isinstance(whole, HeldElsewhere):
+            if is_main_process:
+                log.warning(
+                    "ds_autoplan: rank %d leaves save_pretrained to the first rank of its node.",
+                    dist.get_rank(),
+                )
             return None
         return save(save_directory, is_main_process=is_main_process, state_dict=whole, **kwargs)
 
