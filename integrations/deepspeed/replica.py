@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from ds_autoplan.integrations.deepspeed.exchange import ReplicaBatch, exchange
 from ds_autoplan.integrations.deepspeed.loss import LossFunction, LossShares
 from ds_autoplan.integrations.deepspeed.ownership import OwnLogits, OwnRows
 from ds_autoplan.integrations.megatron import state
+from ds_autoplan.integrations.megatron.random import ReplicaRandom, draws_in_training
 from ds_autoplan.integrations.transformers.stage import StageCut
 from ds_autoplan.integrations.transformers.structure import ModelStructure
 from megatron.core import parallel_state
@@ -93,10 +95,12 @@ class Replica:
         self.size = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
         self.forward = self.model.forward
-        self.signature = inspect.signature(self.forward)
+        # Trainer chooses a dataset's columns by the arguments of the model's forward.
+        self.__signature__ = self.signature = inspect.signature(self.forward)
         vocab = structure.vocab_size
         self.vocabulary_is_sharded = plan.vocabulary == "shard" and plan.degrees.tp > 1
         self.loss_function = LossFunction(vocab, self.vocabulary_is_sharded)
+        self.random = _random(self.model, device)
         self.prepared: MicroBatch | None = None
         self.run_stages: Callable[[dict[str, Any]], Any] | None = None
 
@@ -147,7 +151,7 @@ class Replica:
         return {name: value for name, value in bound.items() if value is not None}
 
     def exchange(self, inputs: dict[str, Any]) -> ReplicaBatch:
-        """Gather the batches of the replica's ranks; `return_dict` stays with the caller."""
+        """Gather the batches of the ranks; `return_dict` and caches stay with the caller."""
         state.require(self.setting)
         sent = {k: v for k, v in inputs.items() if k not in ("return_dict", "use_cache")}
         parallel = any(layer.strategy.sequence_parallel for layer in self.plan.layers)
@@ -184,6 +188,12 @@ class Replica:
 
     def run(self, micro_batch: MicroBatch, received: Tensor | None = None) -> Any:
         """Run one micro-batch through what this rank holds of the model."""
+        if self.random is None or not self.model.training:
+            return self._run(micro_batch, received)
+        with self.random.micro_batch():
+            return self._run(micro_batch, received)
+
+    def _run(self, micro_batch: MicroBatch, received: Tensor | None) -> Any:
         self.loss_function.shares = micro_batch.shares
         inputs = dict(micro_batch.inputs)
         if self.cut is None:
@@ -192,6 +202,22 @@ class Replica:
             for name in ("labels", "shift_labels"):
                 inputs.pop(name, None)
         return self.cut.run(self.forward, received, inputs)
+
+    def random_state(self) -> Any:
+        """The random state before a call, for :meth:`replaying`."""
+        return None if self.random is None else self.random.count
+
+    @contextmanager
+    def replaying(self, state: Any) -> Iterator[None]:
+        """Run a call again with the random numbers it drew."""
+        now = self.random_state()
+        if self.random is not None:
+            self.random.count = state
+        try:
+            yield
+        finally:
+            if self.random is not None:
+                self.random.count = now
 
     def run_graph(self, inputs: dict[str, Any]) -> Any:
         """Run a call as one graph (pp = 1); without gradients, micro-batch by micro-batch."""
@@ -257,3 +283,14 @@ class Replica:
 
 def _has_labels(tensors: dict[str, Tensor]) -> bool:
     return "labels" in tensors or "shift_labels" in tensors
+
+
+def _random(model: nn.Module, device: torch.device) -> ReplicaRandom | None:
+    """The replica's random states, from rank 0's seed; None for a model that draws nothing."""
+    seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=device)
+    dist.broadcast(seed, src=0)
+    if not draws_in_training(model):
+        return None
+    replica = parallel_state.get_data_parallel_rank()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return ReplicaRandom(int(seed), replica, stage)

@@ -36,15 +36,18 @@ def enter_sharded(hidden: Tensor, sequence_parallel: bool, token_dim: int) -> Te
     return _gather(hidden, token_dim, output_gradient_is_partial=True)
 
 
+# What Hugging Face's own modules get is contiguous: some take views of it (GPT-2's Conv1D).
+
+
 def split_sequence(hidden: Tensor) -> Tensor:
     """[batch, sequence, hidden] on every rank -> this rank's [batch, sequence / tp, hidden]."""
     sequence_first = hidden.transpose(0, 1).contiguous()
-    return scatter_to_sequence_parallel_region(sequence_first).transpose(0, 1)
+    return scatter_to_sequence_parallel_region(sequence_first).transpose(0, 1).contiguous()
 
 
 def join_sequence(hidden: Tensor) -> Tensor:
     """The inverse of :func:`split_sequence`; what follows computes the same on every rank."""
-    return _gather(hidden, 1, output_gradient_is_partial=False)
+    return _gather(hidden, 1, output_gradient_is_partial=False).contiguous()
 
 
 def _gather(hidden: Tensor, token_dim: int, output_gradient_is_partial: bool) -> Tensor:

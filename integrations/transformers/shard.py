@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from ds_autoplan.integrations.megatron import regions
+from ds_autoplan.integrations.megatron import random, regions
 from ds_autoplan.integrations.megatron.layers import (
     ColumnParallel,
     RowParallel,
@@ -85,6 +85,7 @@ class Sharder:
         """Take the structure of the model, the tp degree and this rank's place in it."""
         self.structure, self.tp, self.rank = structure, tp, rank
         self.shards: dict[str, Shard] = {}
+        self.draws = random.draws_in_training(structure.model)
         self.writable = structure.model.config.model_type in WRITES_IN_PLACE
 
     # Vocabulary
@@ -131,6 +132,9 @@ class Sharder:
         """Apply one layer's strategy: cut its weights, open and close its regions."""
         parallel = strategy.sequence_parallel
         inside: set[int] = set()
+        if parallel and self.draws:
+            random.split_before(block.module)
+            random.rejoin_after(block.module)
         if block.attention is not None:
             part, prefix = block.attention, f"{block.name}.{block.attention.name}"
             if strategy.attention == "heads":
@@ -139,6 +143,9 @@ class Sharder:
                 regions.convert_input(part.module, regions.join_sequence)
                 out = part.module.get_submodule(part.layout.out)
                 regions.convert_output(out, regions.split_sequence)
+                if self.draws:
+                    random.rejoin_before(part.module)
+                    random.split_after(out)
                 inside |= {id(p) for p in part.module.parameters()}
         if block.mlp is not None and strategy.mlp == "shard":
             prefix = ".".join(item for item in (block.name, block.mlp.name) if item)
@@ -186,6 +193,9 @@ class Sharder:
                 regions.sum_gradient_over_tp(parameter)
                 settled.add(id(parameter))
         _localise(part, len(local), len(local_kv))
+        if self.draws and not parallel:
+            random.split_before(module)
+            random.rejoin_after(module.get_submodule(layout.out))
         regions.convert_input(
             module, partial(regions.enter_sharded, sequence_parallel=parallel, token_dim=1)
         )
@@ -218,6 +228,10 @@ class Sharder:
         settled |= self._row(part.module, f"{prefix}.{part.row}", part.row, columns, parallel, 0)
         if part.name:
             regions.convert_input(part.module, enter)
+        if self.draws and not parallel:
+            first = part.module if part.name else part.module.get_submodule(part.columns[0])
+            random.split_before(first)
+            random.rejoin_after(part.module.get_submodule(part.row))
         return settled
 
     def _columns(
