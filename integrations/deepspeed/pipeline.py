@@ -1,4 +1,4 @@
-"""Pipeline stages on DeepSpeed's engine, driven by the script's own forward, backward, step.
+"""Pipeline stages on DeepSpeed's engine, driven by the script's forward, backward and step.
 
 A call of the engine is one 1F1B pass over the replica's samples: forward runs it, backward releases
 the loss, step reduces gradients and updates at the script's accumulation boundary. Every rank holds
@@ -9,20 +9,25 @@ states are sent.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from ds_autoplan.integrations.deepspeed.exchange import ReplicaBatch
+from ds_autoplan.integrations.deepspeed.checkpoints import Checkpoints
 from ds_autoplan.integrations.deepspeed.gradients import clip_by_global_norm
 from ds_autoplan.integrations.deepspeed.measure import StepClock
-from ds_autoplan.integrations.deepspeed.released_loss import ReleasedLoss, expected_factor
+from ds_autoplan.integrations.deepspeed.released_loss import (
+    ReleasedLoss,
+    first_guess,
+    gather_factors,
+    same_factors,
+)
 from ds_autoplan.integrations.deepspeed.replica import MicroBatch, Replica, UnavailableOutput
 from ds_autoplan.integrations.deepspeed.script_view import ScriptView
 from torch import Tensor, nn
@@ -47,15 +52,15 @@ class HFStage(nn.Module):
         self.queue: list[MicroBatch] = []
         self.losses: Tensor | None = None
         self.logits: list[Tensor] = []
-        self.objective_scale = 1.0
+        self.weights: Tensor | None = None
 
-    def begin(self, micro_batches: list[MicroBatch], objective_scale: float) -> None:
-        """Set what the next forwards run, in order, and the factor of the objective."""
-        self.queue, self.objective_scale = list(micro_batches), objective_scale
+    def begin(self, micro_batches: list[MicroBatch], weights: Tensor | None) -> None:
+        """Set what the next forwards run; the objective weighs the losses by source rank."""
+        self.queue, self.weights = list(micro_batches), weights
         self.losses, self.logits = None, []
 
     def forward(self, received: Tensor) -> Tensor:
-        """Hidden states of the stage before -> hidden states, on the last stage the objective."""
+        """Hidden states of the previous stage -> hidden states, or on the last the objective."""
         replica, micro_batch = self.replica, self.queue.pop(0)
         cut = replica.cut
         assert cut is not None
@@ -69,7 +74,9 @@ class HFStage(nn.Module):
             self.logits.append(output.logits)
         losses = output.loss.detach()
         self.losses = losses if self.losses is None else self.losses + losses
-        return output.loss.sum() * self.objective_scale
+        if self.weights is None:
+            return output.loss.sum()
+        return (output.loss * self.weights.to(output.loss)).sum()
 
 
 class StageModule(PipelineModule):
@@ -96,6 +103,12 @@ class StageModule(PipelineModule):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["replica"].model, name)
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        """The whole model's weights, as the model answers; nested calls give this stage's own."""
+        if args or destination is not None:
+            return super().state_dict(*args, destination=destination, **kwargs)
+        return self.__dict__["replica"].model.state_dict(**kwargs)
 
     def _index_tied_modules(self) -> dict[str, Any]:
         structure, cut = self.replica.structure, self.replica.cut
@@ -137,14 +150,29 @@ class CallSchedule(schedule.TrainSchedule):
             yield [command for command in commands if not isinstance(command, left_out)]
 
 
-class AutoplanPipelineEngine(ScriptView, PipelineEngine):
+@dataclass
+class PassedCall:
+    """A call whose forward is done, and whose backward is done for `factors` (zeros: not at all).
+
+    `random` is the random state that it started from.
+    """
+
+    released: ReleasedLoss
+    micro_batches: list[MicroBatch]
+    factors: Tensor
+    random: Any
+
+
+class AutoplanPipelineEngine(Checkpoints, ScriptView, PipelineEngine):
     """`deepspeed.initialize` returns this under a plan with pp > 1."""
 
     replica: Replica
     clock: StepClock
     module: StageModule
-    _released: ReleasedLoss | None = None
-    _factor: float | None = None
+    _call: PassedCall | None = None
+    _factors: Tensor | None = None
+    # Whether the script has called the engine in training without a backward.
+    _looks_only: bool = False
     _shape: tuple[int, ...] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,54 +182,67 @@ class AutoplanPipelineEngine(ScriptView, PipelineEngine):
 
     def run_stages(self, inputs: dict[str, Any]) -> Any:
         """A call of the model: a training pass, or a forward pass under no_grad or in eval mode."""
-        training = self.replica.model.training and torch.is_grad_enabled()
-        self.clock.call(training)
-        if training and "labels" not in inputs:
+        training = torch.is_grad_enabled()
+        self.clock.call(training and self.replica.model.training)
+        if training and self.replica.model.training and "labels" not in inputs:
             raise UnsupportedError(
                 f"The model was called with {sorted(inputs)}, without labels.",
                 "Under pipeline stages the loss is computed inside the model, on the last stage.",
                 'Pass labels in the batch, or set "pipeline": false in "autoplan".',
             )
+        self._drop_call()
         batch = self.replica.exchange(inputs)
         micro_batches = list(self.replica.micro_batches(batch))
         self._note_shape(micro_batches)
-        if training:
+        if training and "labels" in inputs:
             return self._train_pass(inputs, micro_batches)
-        return self._eval_pass(inputs, batch, micro_batches)
+        loss = self._eval_pass(micro_batches) if "labels" in inputs else None
+        unavailable = UnavailableOutput("logits", *NO_LOGITS)
+        return self.replica.output(inputs, loss, unavailable)
 
     def _note_shape(self, micro_batches: list[MicroBatch]) -> None:
-        """DeepSpeed keeps receive buffers of one shape: renew them when the shape changes."""
+        """DeepSpeed keeps receive buffers of one shape: renew them where the shape changes."""
         shape = tuple(micro_batches[0].inputs["input_ids"].shape)
         if shape != self._shape:
             self._shape = shape
             self.reset_activation_shape()
 
     def _train_pass(self, inputs: dict[str, Any], micro_batches: list[MicroBatch]) -> Any:
-        steps = self.gradient_accumulation_steps()
-        expected = expected_factor(inputs, steps)
-        self._run(micro_batches, expected * steps / self.replica.size)
-        self._released = ReleasedLoss.of(self._losses()[self.replica.rank], expected)
+        replica = self.replica
+        if self._factors is None:
+            self._factors = first_guess(inputs, self.gradient_accumulation_steps(), replica.size)
+        random = replica.random_state()
+        if self._looks_only or not replica.model.training:
+            # Perhaps nobody calls backward: do it then.
+            factors = torch.zeros_like(self._factors)
+            loss = self._eval_pass(micro_batches)
+        else:
+            factors = self._factors
+            self._run(micro_batches, factors)
+            loss = self._losses()[replica.rank]
+        released = ReleasedLoss(loss)
+        self._call = PassedCall(released, micro_batches, factors, random)
         unavailable = UnavailableOutput("logits", *NO_LOGITS)
-        return self.replica.output(inputs, self._released.loss, unavailable)
+        return replica.output(inputs, released.loss, unavailable)
 
-    def _run(self, micro_batches: list[MicroBatch], scale: float) -> None:
+    def _run(self, micro_batches: list[MicroBatch], factors: Tensor) -> None:
+        """Forward and backward; DeepSpeed divides the objective by the accumulation steps."""
         self._compute_loss = True
         self.total_loss = None
-        self.module.stage.begin(micro_batches, scale)
+        scale = self.gradient_accumulation_steps() / self.replica.size
+        self.module.stage.begin(micro_batches, factors * scale)
         self._exec_schedule(
             CallSchedule(
                 micro_batches=len(micro_batches), stages=self.num_stages, stage_id=self.stage_id
             )
         )
 
-    def _eval_pass(
-        self, inputs: dict[str, Any], batch: ReplicaBatch, micro_batches: list[MicroBatch]
-    ) -> Any:
+    def _eval_pass(self, micro_batches: list[MicroBatch]) -> Tensor:
+        """Forward only -> this rank's loss."""
         self._compute_loss = True
         self.total_loss = None
-        was_training = self.replica.model.training
         with torch.no_grad():
-            self.module.stage.begin(micro_batches, 1.0)
+            self.module.stage.begin(micro_batches, None)
             self._exec_schedule(
                 schedule.InferenceSchedule(
                     micro_batches=len(micro_batches),
@@ -212,10 +253,7 @@ class AutoplanPipelineEngine(ScriptView, PipelineEngine):
             # The receive buffers of a forward-only pass require no gradient.
             self.reset_activation_shape()
             self._shape = None
-            loss = self._losses()[self.replica.rank] if "labels" in inputs else None
-        assert was_training == self.replica.model.training
-        unavailable = UnavailableOutput("logits", *NO_LOGITS)
-        return self.replica.output(inputs, loss, unavailable)
+            return self._losses()[self.replica.rank]
 
     def _losses(self) -> Tensor:
         """Loss by source rank, on every rank of the replica: [g]."""
@@ -227,29 +265,38 @@ class AutoplanPipelineEngine(ScriptView, PipelineEngine):
         return losses
 
     def _load_micro_batch(self, buffer_id: int) -> None:
-        """The first stage reads its inputs from the micro-batch: a token takes their place."""
+        """The first stage reads its micro-batch itself: a token takes the inputs' place."""
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = torch.zeros(1, device=self.device)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Release the loss of the last call; its gradients are computed already."""
-        released, self._released = self._released, None
-        steps = self.gradient_accumulation_steps()
-        if released is None:
+        call, replica = self._call, self.replica
+        if call is None:
             raise UnsupportedError(
                 "backward was called without a call of the engine before it.",
                 "Every call has one backward.",
                 "Call the engine, then backward on the loss it returned.",
             )
-        factor = released.factor(loss, 1.0 / steps if scale_wrt_gas else 1.0)
-        if self._factor is not None and abs(factor - self._factor) > 1e-5 * abs(self._factor):
-            raise UnsupportedError(
-                f"The loss was scaled by {self._factor:g} and then by {factor:g} in one step.",
-                "Under pipeline stages all calls of one accumulation share one factor.",
-                'Set "pipeline": false in "autoplan".',
-            )
-        self._factor = factor
-        return loss.detach() / steps if scale_wrt_gas else loss.detach()
+        scale = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        factor = call.released.factor(loss) * scale
+        self._call = None
+        self._factors = factors = gather_factors(factor, replica.group, replica.device)
+        if not same_factors(factors, call.factors):
+            self._pass_again(call, factors - call.factors)
+        return loss.detach() * scale
+
+    def _pass_again(self, call: PassedCall, factors: Tensor) -> None:
+        self._note_shape(call.micro_batches)
+        with self.replica.replaying(call.random):
+            self._run(call.micro_batches, factors)
+
+    def _drop_call(self) -> None:
+        """Take back the gradients of a call that the script never called backward on."""
+        call, self._call = self._call, None
+        if call is not None and call.factors.any():
+            self._pass_again(call, -call.factors)
+            self._looks_only = True
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether this call ends an accumulation; inside a pass DeepSpeed's own flag."""
@@ -262,27 +309,16 @@ class AutoplanPipelineEngine(ScriptView, PipelineEngine):
 
     def step(self, lr_kwargs: Any = None) -> None:
         """The optimizer step, at the script's accumulation boundary."""
+        self._drop_call()
         boundary = self._script_boundary()
         self._step_applied = False
         if boundary:
-            self._scale_gradients()
             self._exec_reduce_tied_grads()
             self._exec_reduce_grads()
             self._exec_optimizer_step(lr_kwargs)
         self.micro_steps += 1
         self.note_step()
         self.clock.step(boundary)
-
-    def _scale_gradients(self) -> None:
-        factor, self._factor = self._factor, None
-        if factor is None or abs(factor - 1.0) <= 1e-6:
-            return
-        for parameter in self.module.parameters():
-            gradient = parameter.grad
-            if isinstance(self.optimizer, BF16_Optimizer):
-                gradient = getattr(parameter, "_hp_grad", None)
-            if gradient is not None:
-                gradient.mul_(factor)
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over all stages (DeepSpeed's own, without ZeRO, sees one stage)."""
