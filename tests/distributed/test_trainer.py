@@ -1,0 +1,113 @@
+"""An unchanged Hugging Face Trainer script logs and saves the same under a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_autoplan.strategy import Strategy
+from tests.distributed.by_hand import plan_by_hand
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+WORLD, MICRO, LAYERS = 4, 2, 4
+SCRIPT = "tests.distributed.scripts.trainer:train"
+
+PLANS: dict[str, dict[str, Any]] = {
+    "tp4": {"tp": 4, "micro_batch_size": 8},
+    "tp4_cut": {"tp": 4, "micro_batch_size": 2, "strategy": Strategy(sequence_parallel=True)},
+    "tp2xdp2": {"tp": 2, "dp": 2, "micro_batch_size": 4, "zero_stage": 1},
+    "tp2xdp2_cut_zero2": {"tp": 2, "dp": 2, "micro_batch_size": 1, "zero_stage": 2},
+    "tp2xdp2_zero3": {"tp": 2, "dp": 2, "micro_batch_size": 4, "zero_stage": 3},
+    "pp2xdp2": {"pp": 2, "dp": 2, "micro_batch_size": 2, "zero_stage": 1},
+    "tp2xpp2": {"tp": 2, "pp": 2, "micro_batch_size": 2},
+    "pp4": {"pp": 4, "micro_batch_size": 1},
+}
+SMALL = (("tp4", 1), ("tp2xdp2", 3), ("tp2xdp2_cut_zero2", 1), ("pp2xdp2", 3), ("tp2xpp2", 1))
+
+
+def deepspeed_config(**more: Any) -> dict[str, Any]:
+    """A JSON as the documentation of Transformers shows it: "auto" wherever it may stand."""
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": 0,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": "auto",
+                "betas": "auto",
+                "eps": "auto",
+                "weight_decay": "auto",
+                "torch_adam": True,
+            },
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+            },
+        },
+        "steps_per_print": 1000000,
+        **more,
+    }
+
+
+class References:
+    """What the script logs without a plan; run once for each accumulation."""
+
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        self.pool, self.folder = pool, folder
+        self.known: dict[int, list[Any]] = {}
+
+    def get(self, accumulation: int) -> list[Any]:
+        if accumulation not in self.known:
+            folder = str(self.folder / str(accumulation))
+            # ZeRO stage 1 has a gradient norm to log; stage 0 in fp32 has none.
+            config = deepspeed_config(zero_optimization={"stage": 1})
+            self.known[accumulation] = self.pool.run(SCRIPT, folder, config, accumulation)
+        return self.known[accumulation]
+
+
+@pytest.fixture(scope="module")
+def references(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(pool, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "accumulation"),
+    [
+        pytest.param(plan, steps, marks=[] if (plan, steps) in SMALL else [pytest.mark.full])
+        for plan in PLANS
+        for steps in (1, 3)
+    ],
+)
+def test_same_log_and_same_checkpoint(
+    pool: Pool, references: References, plan: str, accumulation: int, tmp_path: Path
+) -> None:
+    planned = plan_by_hand(LAYERS, global_batch_size=MICRO * WORLD * accumulation, **PLANS[plan])
+    planned.save(tmp_path / "plan.json")
+    config = deepspeed_config(autoplan={"plan": str(tmp_path / "plan.json")})
+    results = pool.run(SCRIPT, str(tmp_path / "model"), config, accumulation)
+    for rank, (result, expected) in enumerate(
+        zip(results, references.get(accumulation), strict=True)
+    ):
+        for name in ("losses", "rates", "norms"):
+            assert result[name] == pytest.approx(expected[name], rel=2e-5), f"{name}, rank {rank}"
+        for name in ("eval_loss", "reopened"):
+            assert result[name] == pytest.approx(expected[name], rel=1e-5), f"{name}, rank {rank}"
+        for name in ("names", "steps", "batch"):
+            assert result[name] == expected[name], f"{name}, rank {rank}"
