@@ -9,6 +9,7 @@ constructive heuristic over all candidates; HiGHS's own bound on the winner's IL
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from ds_autoplan.search.heuristic import construct
 from ds_autoplan.search.options import PlanOptions
 from ds_autoplan.search.pricing import Pricer
 from ds_autoplan.search.problem import Choice, Problem, evaluate
-from ds_autoplan.search.space import Candidate, enumerate_space
+from ds_autoplan.search.space import enumerate_space
 from ds_autoplan.workload import Workload
 
 # Sequence lengths and depths as the method's authors used them; batches are ours.
@@ -70,14 +71,18 @@ class Job:
         except InfeasibleError:
             return None
 
-    def best(self, rule: Any) -> float | None:
-        """The best step time over all candidates that `rule(problem)` gives."""
-        values = [rule(self.problem(candidate)) for candidate in self.candidates]
-        return min((value for value in values if value is not None), default=None)
-
-    def problem(self, candidate: Candidate) -> Problem:
-        """The candidate's stage problem."""
-        return self.pricer.problem(candidate)
+    def best(self, **rules: Callable[[Problem], float | None]) -> dict[str, float | None]:
+        """For each rule the best step time that it gives over all candidates that may fit."""
+        found: dict[str, float | None] = dict.fromkeys(rules)
+        for candidate in self.candidates:
+            if self.pricer.missing_bytes(candidate) > 0:
+                continue
+            problem = self.pricer.problem(candidate)
+            for name, rule in rules.items():
+                value, best = rule(problem), found[name]
+                if value is not None and (best is None or value < best):
+                    found[name] = value
+        return found
 
 
 def two_phase(problem: Problem) -> float | None:
@@ -121,8 +126,7 @@ def compare(job: Job) -> dict[str, Any]:
     for name in ("inter", "intra"):
         other = job.solved(name)
         row[name] = other.step_s / joint.step_s if other else None
-    for name, rule in (("two_phase", two_phase), ("heuristic", heuristic)):
-        value = job.best(rule)
+    for name, value in job.best(two_phase=two_phase, heuristic=heuristic).items():
         row[name] = value / joint.step_s if value else None
     return row
 

@@ -20,6 +20,9 @@ from ds_autoplan.workload import Workload
 # Above this many tokens per micro-batch GEMMs are as efficient as they get (they saturate near
 # 8,192 rows on every device in the cost data) and a larger one only costs memory. Pins overrule it.
 MOST_MICRO_BATCH_TOKENS = 65536
+# Below this a context-parallel rank's attention is too short to hide the exchange of keys and
+# values. Pins overrule it.
+LEAST_CP_TOKENS = 2048
 _INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 _ORDERS = (DEFAULT_ORDER, "tp-cp-ep-pp-dp")
 
@@ -216,8 +219,11 @@ def _cp_values(space: Space, rest: int, workload: Workload, options: PlanOptions
                 f"the sequence of {workload.seq_length} does not divide by 2 * cp = {2 * cp}", cp=cp
             )
             continue
-        if cp > 1 and "cp" not in options.pins and workload.seq_length < 16384:
-            continue  # pays only where attention over one sequence does not fit; pin cp to try it
+        if cp > 1 and "cp" not in options.pins and workload.seq_length < LEAST_CP_TOKENS * cp:
+            space.exclude(
+                f"cp={cp} leaves less than {LEAST_CP_TOKENS} tokens of a sequence per rank", cp=cp
+            )
+            continue
         yield cp
 
 
