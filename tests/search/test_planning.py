@@ -320,8 +320,8 @@ def test_pins_are_checked() -> None:
     ("model", "cluster", "pins"),
     [
         ("llama-2-7b", CLUSTER, {}),
-        ("llama-2-7b", "1x8xRTX4090", {}),  # pp 4, memory binds
-        ("gemma-2-9b", CLUSTER, {"pp": 4}),  # two block classes
+        ("llama-2-7b", "1x8xRTX4090", {"tp": 4, "pp": 2}),  # memory binds
+        ("gemma-2-9b", CLUSTER, {"pp": 2}),  # two block classes
     ],
 )
 def test_highs_proves_the_winner(model: str, cluster: str, pins: dict[str, Any]) -> None:
