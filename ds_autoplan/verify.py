@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # Largest relative differences that count as equal: (loss, gradient norm, weights). In fp32 what
 # remains is the order of additions. In bf16 the reference stays in fp32 and the planned run rounds
-# every activation to 8 bits of mantissa (2**-9 = 0.002 each).
-TOLERANCES = {"fp32": (1e-5, 1e-4, 1e-4), "bf16": (2e-2, 1e-1, 1e-1)}
+# activations, gradients and saved weights to 8 bits of mantissa (2**-9 = 0.002 each).
+TOLERANCES = {"fp32": (1e-5, 1e-4, 1e-4), "bf16": (1e-3, 2e-2, 5e-2)}
 DISTURBANCES = ("", "shard", "gradient", "late", "hang")
 SAMPLES_PER_RANK, SEQ_LENGTH = 2, 16
 

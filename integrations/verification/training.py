@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 IGNORED = -100
-LEARNING_RATE, WEIGHT_DECAY, CLIPPING = 1e-3, 0.1, 0.5
-# The bias of the keys has a gradient of zero in exact arithmetic (a constant added to all scores of
-# a row cancels in the softmax); what is left is rounding noise of about 1e-9. Divided by its own
-# root mean square it would move the bias by the full learning rate in a random direction; this eps
-# keeps it out.
-EPS = 1e-6
+LEARNING_RATE, WEIGHT_DECAY, CLIPPING = 1e-2, 0.1, 0.5
+# As large as the gradients of single weights here, for two reasons. An update of Adam with a small
+# eps does not depend on the scale of a weight's gradient, so a gradient that is summed twice over
+# tp would not show in the weights. And the bias of the keys has a gradient of zero in exact
+# arithmetic (a constant added to all scores of a row cancels in the softmax); what is left is
+# rounding noise, which a small eps would turn into steps of the full learning rate in random
+# directions.
+EPS = 1e-3
 PERTURBATION = 0.02
 
 
