@@ -1,4 +1,4 @@
-"""Graphs read off modules, against the graphs read off configs and the models' own parameter counts."""
+"""Graphs read off modules, against graphs read off configs and the parameter counts of models."""
 
 from __future__ import annotations
 
