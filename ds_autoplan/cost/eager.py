@@ -1,6 +1,6 @@
 """What autograd keeps of a Hugging Face block that runs eagerly, by model type.
 
-Measured with saved-tensor hooks on the Transformers classes (tests/cost/test_activations.py
+Measured with saved-tensor hooks on the Transformers classes (tests/cost/test_against_torch.py
 repeats it). Per token, in elements of the block's own widths:
 
     norm    "layer": its input once; "rms": a 32-bit copy of the input, and the normed value;
@@ -8,6 +8,11 @@ repeats it). Per token, in elements of the block's own widths:
     linear  its input, once for all linears that read the same tensor
     core    queries, keys, values, a 32-bit number per head, and copies that rotary embeddings leave
     MLP     `mlp` tensors of the inner width, the second linear's input among them
+
+Under sequence parallelism norms run on a rank's piece of the sequence. A sharded part, and
+attention in any case, gathers the whole sequence first, and its linears keep what was gathered
+(tests/cost/test_planned_memory.py counts it). Attention's output is put into another order before
+it is scattered again; where that takes a copy, its last linear keeps the copy.
 """
 
 from __future__ import annotations
@@ -78,16 +83,19 @@ def eager_bytes_per_token(
     mlp_ways: int,
     sequence_ways: int,
     tp: int,
+    samples: int = 1,
 ) -> tuple[float, float]:
-    """(bytes kept per token, of which the attention core can recompute)."""
+    """(bytes kept per token, of which the attention core can recompute).
+
+    `samples` is the micro-batch: a single one needs no copy to change the order of dimensions.
+    """
     norms = sum(1 for operator in block.operators if operator.role == "norm")
     inputs = norms
     if keeps.norm == "layer" and block.parallel_residual:
         inputs = 1
     kept = inputs * norm_bytes(keeps.norm, element) * hidden / sequence_ways
-    # Inputs of the attention's and of the MLP's first linears; parallel ones share a single norm.
-    readers = 1 if block.parallel_residual and norms == 1 else 2
-    kept += readers * element * hidden / sequence_ways
+    kept += element * hidden * _linear_inputs(block, norms, mlp_ways, sequence_ways)
+    copied = sequence_ways > 1 and attention_ways > 1 and samples > 1
     core = 0.0
     has_qk_norm = any(operator.role == "qk_norm" for operator in block.operators)
     for attention in (block.attention, block.cross_attention):
@@ -102,6 +110,9 @@ def eager_bytes_per_token(
         kept += element * (keeps.query * query + keeps.key * key)
         heads = attention.num_heads / attention_ways
         core += 4.0 * heads + 4.0 * keeps.scores * heads * seq_length
+        if copied:
+            # The core's own output: without a copy it is the last linear's input.
+            core += element * context
         if has_qk_norm:
             kept += norm_bytes(keeps.norm, element) * (query + key)
     kept += core
@@ -117,3 +128,12 @@ def eager_bytes_per_token(
             inner += mlp.intermediate_size / mlp_ways
         kept += keeps.mlp * element * inner
     return kept, core
+
+
+def _linear_inputs(block: BlockClass, norms: int, mlp_ways: int, sequence_ways: int) -> float:
+    """Inputs of the attention's and of the MLP's first linears, in hidden states."""
+    if sequence_ways == 1:
+        # Parallel ones share a single norm's output.
+        return 1.0 if block.parallel_residual and norms == 1 else 2.0
+    gathered = 1.0 if block.attention is not None else 1.0 / sequence_ways
+    return gathered + (1.0 if mlp_ways > 1 else 1.0 / sequence_ways)

@@ -121,8 +121,11 @@ def head_cost(
     transfer = send_s(setting, degrees, graph.hidden_size, sequence_parallel)
     forward = Pass(forward_s, tp_s if sequence_parallel else 0.0, 0.0, 0.0, transfer)
     backward = Pass(backward_s, tp_s, 0.0, 0.0, transfer)
-    norm = norm_bytes(keeps_of(graph.model_type).norm, e) if framework.eager_blocks else e
-    kept = tokens * setting.hidden * (norm + e) / (degrees.tp if sequence_parallel else 1)
+    if framework.eager_blocks:
+        # The sequence is put together again behind the last block, before the final norm.
+        kept = stream / e * (norm_bytes(keeps_of(graph.model_type).norm, e) + e)
+    else:
+        kept = 2.0 * stream / (degrees.tp if sequence_parallel else 1)
     # The loss keeps its 32-bit log-probabilities; the rest of its peak is transient.
     kept += logits * LOSS_KEEPS_BYTES
     # Only one chunk of an interleaved last stage has the head: one micro-batch of it is in flight.

@@ -88,7 +88,15 @@ def activation_bytes(
     sequence_ways = degrees.tp if strategy.sequence_parallel else 1
     if framework.eager_blocks:
         kept, again = eager_bytes_per_token(
-            block, keeps_of(model_type), hidden, seq_length, e, *ways, sequence_ways, degrees.tp
+            block,
+            keeps_of(model_type),
+            hidden,
+            seq_length,
+            e,
+            *ways,
+            sequence_ways,
+            degrees.tp,
+            degrees.micro_batch_size,
         )
     else:
         # A quantised GEMM keeps its quantised input.
