@@ -336,3 +336,7 @@ class AutoplanPipelineEngine(Checkpoints, ScriptView, PipelineEngine):
                 else:
                     run = MethodType(self._INSTRUCTION_MAP[type(command)], self)
                     run(**command.kwargs)
+                if isinstance(command, schedule.BackwardPass) and self.is_last_stage():
+                    # DeepSpeed drops an output after its backward on all stages but this one,
+                    # where its graph would keep what was received, and the gradient of that.
+                    self.pipe_buffers["outputs"][command.kwargs["buffer_id"]] = self.loss = None

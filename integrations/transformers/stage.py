@@ -13,7 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ds_autoplan.integrations.transformers.structure import ModelStructure, replace_module
+from ds_autoplan.integrations.transformers.structure import (
+    Block,
+    ModelStructure,
+    replace_module,
+)
 from torch import Tensor, nn
 
 
@@ -38,7 +42,10 @@ class StageCut:
         stack = model.get_submodule(structure.blocks_name)
         owned = structure.blocks[first:last]
         for block in structure.blocks[:first] + structure.blocks[last:]:
-            stack[block.index] = SkippedBlock(block.module, structure.returns_tuple)
+            skipped = SkippedBlock(block.module, structure.returns_tuple)
+            stack[block.index] = skipped
+            # The structure lives as long as the engine: what it names would keep its memory.
+            structure.blocks[block.index] = Block(block.index, block.name, skipped, None, None)
         shared = set(structure.prologue) & set(structure.epilogue)
         if not self.is_first:
             for name in structure.prologue:
