@@ -52,6 +52,7 @@ def config_for(accumulation: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.5,
+        "zero_allow_untested_optimizer": True,
         "steps_per_print": 1000000,
     }
 
@@ -79,7 +80,9 @@ class References:
     def get(self, script: str, accumulation: int) -> list[Any]:
         key = (script, accumulation)
         if key not in self.known:
-            self.known[key] = self.pool.run(f"{SCRIPTS}:{script}", config_for(accumulation))
+            # Under ZeRO stage 1 DeepSpeed keeps the gradient norm; in fp32 without it, it does not.
+            config = {**config_for(accumulation), "zero_optimization": {"stage": 1}}
+            self.known[key] = self.pool.run(f"{SCRIPTS}:{script}", config)
         return self.known[key]
 
 
@@ -102,7 +105,10 @@ def check(pool: Pool, references: References, script: str, plan: str, steps: int
         assert result.keys() == reference.keys()
         for name, value in reference.items():
             where = f"{name} on rank {rank}"
-            if name in ("losses", "evaluated", "rates", "last_rates", "returned"):
+            if name == "norms":
+                # A wrong scale is a whole factor; rounding in the weights shows in norms earlier.
+                assert result[name] == pytest.approx(value, rel=10 * RELATIVE), where
+            elif name in ("losses", "evaluated", "rates", "last_rates", "returned"):
                 assert flat(result[name]) == pytest.approx(flat(value), rel=RELATIVE), where
             else:
                 assert result[name] == value, where

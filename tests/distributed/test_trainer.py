@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ pytestmark = pytest.mark.distributed
 
 WORLD, MICRO, LAYERS = 4, 2, 4
 SCRIPT = "tests.distributed.scripts.trainer:train"
+ACCELERATE = "tests.distributed.scripts.with_accelerate:train"
 
 PLANS: dict[str, dict[str, Any]] = {
     "tp4": {"tp": 4, "micro_batch_size": 8},
@@ -111,3 +114,54 @@ def test_same_log_and_same_checkpoint(
             assert result[name] == pytest.approx(expected[name], rel=1e-5), f"{name}, rank {rank}"
         for name in ("names", "steps", "batch"):
             assert result[name] == expected[name], f"{name}, rank {rank}"
+
+
+@pytest.fixture(scope="module")
+def plain_accelerate(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], list[Any]]:
+    """What the accelerate script gives without a plan."""
+    folder = tmp_path_factory.mktemp("accelerate")
+
+    @functools.cache
+    def run(accumulation: int) -> list[Any]:
+        config = accelerate_config(zero_optimization={"stage": 1})
+        return pool.run(ACCELERATE, str(folder / str(accumulation)), config, accumulation)
+
+    return run
+
+
+def accelerate_config(**more: Any) -> dict[str, Any]:
+    """A JSON without an optimizer: the script makes it."""
+    config = deepspeed_config(**more)
+    return {
+        name: value
+        for name, value in {**config, "gradient_clipping": 0.7}.items()
+        if name not in ("optimizer", "scheduler", "bf16")
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "accumulation"),
+    [
+        pytest.param(plan, steps, marks=[] if (plan, steps) in SMALL[1:4] else [pytest.mark.full])
+        for plan in PLANS
+        for steps in (1, 3)
+    ],
+)
+def test_accelerate_gives_the_same(
+    pool: Pool,
+    plain_accelerate: Callable[[int], list[Any]],
+    plan: str,
+    accumulation: int,
+    tmp_path: Path,
+) -> None:
+    planned = plan_by_hand(LAYERS, global_batch_size=MICRO * WORLD * accumulation, **PLANS[plan])
+    planned.save(tmp_path / "plan.json")
+    config = accelerate_config(autoplan={"plan": str(tmp_path / "plan.json")})
+    results = pool.run(ACCELERATE, str(tmp_path / "model"), config, accumulation)
+    for rank, (result, expected) in enumerate(
+        zip(results, plain_accelerate(accumulation), strict=True)
+    ):
+        for name, value in expected.items():
+            assert result[name] == pytest.approx(value, rel=2e-5), f"{name}, rank {rank}"

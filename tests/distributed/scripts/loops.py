@@ -66,6 +66,11 @@ def settings(engine: Any) -> tuple[int, int, int]:
     )
 
 
+def norm(engine: Any) -> float:
+    """The gradient norm of the last step; Adam and clipping hide a wrong scale of gradients."""
+    return float(engine.get_global_grad_norm() or 0.0)
+
+
 def client_optimizer(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     """AdamW with two parameter groups and a scheduler, both made by the script."""
     model = make_model()
@@ -74,15 +79,17 @@ def client_optimizer(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     engine, optimizer, _, scheduler = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
     )
-    losses, rates = [], []
+    losses, norms, rates = [], [], []
     for call in range(steps * engine.gradient_accumulation_steps()):
         loss = engine(**make_batch(call, engine.train_micro_batch_size_per_gpu())).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+        norms.append(norm(engine))
         rates.append([group["lr"] for group in optimizer.param_groups])
     return {
         "losses": losses,
+        "norms": norms,
         "rates": rates,
         "last_rates": scheduler.get_last_lr(),
         "settings": settings(engine),
@@ -107,14 +114,15 @@ def json_optimizer(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
         },
     }
     engine, _, _, _ = initialize(model=model, model_parameters=model.parameters(), config=config)
-    losses, rates = [], []
+    losses, norms, rates = [], [], []
     for call in range(steps * engine.gradient_accumulation_steps()):
         loss = engine(**make_batch(call, engine.train_micro_batch_size_per_gpu())).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+        norms.append(norm(engine))
         rates.append(engine.get_lr())
-    return {"losses": losses, "rates": rates, "settings": settings(engine)}
+    return {"losses": losses, "norms": norms, "rates": rates, "settings": settings(engine)}
 
 
 def loss_from_logits(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
@@ -122,7 +130,7 @@ def loss_from_logits(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     model = make_model()
     optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    losses, shapes = [], []
+    losses, norms, shapes = [], [], []
     for call in range(steps * engine.gradient_accumulation_steps()):
         batch = make_batch(call, engine.train_micro_batch_size_per_gpu())
         logits = engine(input_ids=batch["input_ids"]).logits
@@ -132,8 +140,9 @@ def loss_from_logits(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+        norms.append(norm(engine))
         shapes.append(tuple(logits.shape))
-    return {"losses": losses, "shapes": shapes}
+    return {"losses": losses, "norms": norms, "shapes": shapes}
 
 
 class Lines(torch.utils.data.Dataset):
@@ -167,14 +176,15 @@ def given_training_data(config: dict[str, Any]) -> dict[str, Any]:
     engine, _, loader, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, training_data=Lines(), collate_fn=pad, config=config
     )
-    losses, seen = [], []
+    losses, norms, seen = [], [], []
     for batch in loader:
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+        norms.append(norm(engine))
         seen.append(batch["input_ids"].tolist())
-    return {"losses": losses, "seen": seen, "length": len(loader)}
+    return {"losses": losses, "norms": norms, "seen": seen, "length": len(loader)}
 
 
 def evaluating(config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
@@ -212,7 +222,7 @@ def uneven(config: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     rank = dist.get_rank()
-    losses = []
+    losses, norms = [], []
     calls = 3 * engine.gradient_accumulation_steps()
     for call in range(calls):
         samples = 1 if call == calls - 1 else engine.train_micro_batch_size_per_gpu()
@@ -221,7 +231,8 @@ def uneven(config: dict[str, Any]) -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return {"losses": losses}
+        norms.append(norm(engine))
+    return {"losses": losses, "norms": norms}
 
 
 def weighted(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
@@ -230,12 +241,13 @@ def weighted(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     rank = dist.get_rank()
-    losses, returned = [], []
+    losses, norms, returned = [], [], []
     for call in range(steps * engine.gradient_accumulation_steps()):
         loss = engine(**make_batch(call, 2)).loss
         returned.append(float(engine.backward(loss * (1.0, 0.25, 3.0)[call % 3] * (1 + rank))))
         engine.step()
         losses.append(loss.item())
+        norms.append(norm(engine))
         if call % 2 == 0:
             losses.append(engine(**make_batch(100 + call, 2)).loss.item())
-    return {"losses": losses, "returned": returned}
+    return {"losses": losses, "norms": norms, "returned": returned}
