@@ -60,6 +60,7 @@ class Rank:
         )
         if torch.cuda.is_available():
             torch.cuda.set_device(self.rank)
+        _count_from_zero()
         deepspeed.init_distributed(
             init_method=f"file://{rendezvous}",
             rank=self.rank,
@@ -112,6 +113,20 @@ class Rank:
             model.save_pretrained(request["folder"], is_main_process=self.rank == 0)
         dist.barrier()
         return {"losses": losses, "norms": norms}
+
+
+def _count_from_zero() -> None:
+    """Start ZeRO-3's numbering of parameters and modules anew.
+
+    It runs on through the life of a process and must be equal on all ranks; here some ranks sat out
+    the cases of smaller worlds.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id = 0
+    (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    count[0] = 0
 
 
 def _disturb(engine: Any, model: nn.Module, kind: str, rank: int) -> None:
