@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.pool import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -18,3 +21,11 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".torch_extensions"))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run tests that start several processes after all others."""
     items.sort(key=lambda item: item.get_closest_marker("distributed") is not None)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four ranks on gloo, started once for all tests that send functions to them."""
+    ranks = Pool(4)
+    yield ranks
+    ranks.close()
