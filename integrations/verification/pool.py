@@ -98,7 +98,7 @@ class Pool:
         if failed:
             first = answers[failed[0]]
             asked = [key for key in requests if key != REFEREE]
-            where = "" if failed == asked else f"{self.members[failed[0]].name}: "
+            where = "" if set(failed) == set(asked) else f"{self.members[failed[0]].name}: "
             raise CaseFailed(where + first["error"], first["trace"])
         return {key: answer["value"] for key, answer in answers.items()}
 

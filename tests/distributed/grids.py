@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -131,6 +132,7 @@ def case_of(
     }
 
 
+@functools.cache
 def _all(variants: tuple[str, ...]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     choices = itertools.product(
         variants, DEGREES, (0, 1, 2, 3), (False, True), CHECKPOINTING, (1, 3), ODD
@@ -160,6 +162,7 @@ def pairs(choice: tuple[Any, ...]) -> set[tuple[Any, Any]]:
     return {pair for pair in found if {pair[0][0], pair[1][0]} != {"variant", "zero"}}
 
 
+@functools.cache
 def small_grid() -> list[dict[str, Any]]:
     """Few cases that contain every pair of values that exists; the same ones each time."""
     everything = _all(tuple(VARIANTS))
