@@ -93,8 +93,8 @@ def test_memory_makes_some_layers_checkpoint_not_all() -> None:
     free = PlanOptions(pins=pins, memory_reserve_gb=0.0)
     roomy = plan("llama-2-70b", "4x8xA100-SXM-80GB", Workload(2048, 512), free)
     del pins["activation_checkpointing"]
-    # 5 GB less than the first stage needs to keep everything
-    reserve = roomy.stages[0].margin_bytes / 1e9 + 5.0
+    # 20 GB less than the fullest stage needs: no cut alone makes up for that
+    reserve = min(stage.margin_bytes for stage in roomy.stages) / 1e9 + 20.0
     tight = PlanOptions(pins=pins, memory_reserve_gb=reserve)
     found = plan("llama-2-70b", "4x8xA100-SXM-80GB", Workload(2048, 512), tight)
     assert 0 < checkpointed(found) < 80
