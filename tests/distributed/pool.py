@@ -26,6 +26,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 START_S, CALL_S, AFTER_AN_ERROR_S = 400.0, 180.0, 20.0
+# Each case makes some 25 process groups that live as long as the process, and gloo's thread of each
+# wakes a hundred times a second: fresh forks are cheaper than a thousand such threads.
+CALLS_PER_START = 6
 
 
 IMPORTED_ONCE = [
@@ -64,13 +67,17 @@ class Pool:
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
         self.stacks: list[Path] = []
+        self.calls = 0
         atexit.register(self.close)
         self.folder = tempfile.TemporaryDirectory(prefix="ds_autoplan_pool_")
 
     def run(self, function: str, *args: Any, timeout_s: float = CALL_S, **kwargs: Any) -> list[Any]:
         """Call a function on every rank; RanksFailed if any raised, TimeoutError if any hung."""
+        if self.calls == CALLS_PER_START:
+            self.close()
         if not self.processes:
             self._start()
+        self.calls += 1
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
         answers = self._collect(timeout_s, function)
@@ -85,7 +92,7 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
-        self.processes, self.pipes = [], []
+        self.processes, self.pipes, self.stacks, self.calls = [], [], [], 0
 
     def _start(self) -> None:
         with socket.socket() as probe:
