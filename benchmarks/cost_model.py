@@ -30,7 +30,8 @@ from ds_autoplan.cost.constants import Constants
 from ds_autoplan.cost.model import AnalyticCostModel
 from ds_autoplan.cost.rows import Row, read_row
 from ds_autoplan.errors import AutoplanError
-from ds_autoplan.validate import load_runs, spread
+from ds_autoplan.runs import load_runs
+from ds_autoplan.validate import spread
 
 BACKWARD_OVER_FORWARD = 0.8  # attention: backward share of the matmul rate over the forward share
 HUBER = 0.12

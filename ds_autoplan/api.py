@@ -188,6 +188,7 @@ def _assemble(
     facts: dict[str, Any] = {
         "parameters": graph.num_parameters,
         "block_classes": len(graph.classes),
+        **_folding(graph, judge, winner),
     }
     if options.prove:
         facts["proof"] = _proof(winner, options)
@@ -223,6 +224,27 @@ def _assemble(
         excluded=tuple(_excluded(space, outcome)),
         report=facts,
     )
+
+
+def _folding(graph: BlockGraph, cost: CostModel, winner: Solved) -> dict[str, Any]:
+    """What folding saved, and the sharding patterns of the distinct blocks at the winner's tp."""
+    from ds_autoplan.cost.model import AnalyticCostModel
+    from ds_autoplan.search.patterns import fold
+
+    if not isinstance(cost, AnalyticCostModel):
+        return {}
+    folding = fold(cost, winner.candidate.degrees)
+    counts = {
+        "modules": graph.num_modules or None,
+        "operators": folding.operators,
+        "blocks": graph.num_layers,
+        "distinct_blocks": folding.distinct_blocks,
+        "candidates": folding.candidates,
+        "rejected": folding.rejected,
+        "kept": len(folding.kept),
+        "patterns": ["-".join(pattern.names) for pattern in folding.kept],
+    }
+    return {"folding": counts}
 
 
 def _proof(winner: Solved, options: PlanOptions) -> dict[str, Any]:

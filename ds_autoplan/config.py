@@ -35,6 +35,7 @@ class AutoplanConfig(BaseModel):
     memory_reserve_gb: float | None = Field(default=None, ge=0)
     plan: str | None = None
     plan_cache: str | None = None
+    report: str | None = None
     time_limit_s: float | None = Field(default=None, gt=0)
     on_infeasible: Literal["error", "best_effort"] = "error"
     logits: bool = True

@@ -50,13 +50,16 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class SolverReport:
-    """What the solver said of itself: HiGHS's own status, bound and gap, and the work done."""
+    """What the solver said of itself: status, bound and gap, and the work done.
+
+    `seconds` is the search's own time; None in a saved plan, whose bytes are the same each time.
+    """
 
     status: str
     objective_s: float
     bound_s: float
     gap: float
-    seconds: float
+    seconds: float | None
     candidates: int
     solved: int
     pruned: int
@@ -222,8 +225,9 @@ class Plan:
         return cls.from_json(data)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, the same bytes for the same plan."""
-        text = json.dumps(self.to_json(), indent=1, sort_keys=True)
+        """Write the plan as JSON, the same bytes for the same plan (no seconds of search)."""
+        lasting = replace(self, solver=replace(self.solver, seconds=None))
+        text = json.dumps(lasting.to_json(), indent=1, sort_keys=True)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def with_degrees(self, **changes: Any) -> Plan:

@@ -7,42 +7,16 @@ of memory). A run that cannot be priced stays in the output as `supported: false
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from ds_autoplan.cost.interface import StageEstimate
 from ds_autoplan.cost.model import AnalyticCostModel
 from ds_autoplan.cost.rows import Row, read_row
-from ds_autoplan.errors import AutoplanError, BadInputError
+from ds_autoplan.errors import AutoplanError
 
 # A predicted peak this far above the device's memory counts as "does not fit".
 FIT_TOLERANCE = 1.06
-
-
-def load_runs(path: str | Path) -> list[dict[str, Any]]:
-    """Read a runs file, one JSON object a line.
-
-    Raises:
-        BadInputError: missing file, or a line that is no JSON object.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise BadInputError(f"The runs file {str(path)!r} does not exist.") from error
-    runs = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            run = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInputError(f"Line {number} of {str(path)!r} is not JSON: {error}.") from error
-        if not isinstance(run, dict):
-            raise BadInputError(f"Line {number} of {str(path)!r} holds no JSON object.")
-        runs.append(run)
-    return runs
 
 
 def peak_bytes(stages: tuple[StageEstimate, ...], row: Row) -> float:
@@ -85,7 +59,7 @@ def price_run(run: dict[str, Any]) -> dict[str, Any]:
         model = AnalyticCostModel(
             row.graph, row.topology, row.workload, row.framework, shard_group=row.shard_group
         )
-        priced = model.step(row.degrees, row.stages, "shard")
+        priced = model.step(row.degrees, row.stages, row.vocabulary)
     except AutoplanError as error:
         result["reason"] = str(error)
         return result

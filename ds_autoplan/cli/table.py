@@ -52,73 +52,8 @@ def degrees_text(head: dict[str, Any]) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """The whole plan for people: head, stages, layers, step, runners-up, assumptions."""
-    d = plan.degrees
-    solver = plan.solver
-    head = {
-        **{key: getattr(d, key) for key in ("tp", "pp", "dp", "cp", "ep", "vpp", "zero_stage")},
-        "micro_batch_size": d.micro_batch_size,
-        "sequence_parallel": plan.layers[0].strategy.sequence_parallel,
-    }
-    cluster = plan.cluster.get("name") or plan.cluster.get("device", "")
-    parts = [
-        f"{plan.model} on {cluster} ({d.world_size} devices), sequence {plan.seq_length}, "
-        f"global batch {plan.global_batch_size}, {plan.precision}, {plan.backend}",
-        f"Plan {plan.fingerprint}: {degrees_text(head)} x {d.num_micro_batches}, "
-        f"vocabulary {plan.vocabulary}",
-        f"Step {seconds(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s "
-        f"({plan.tokens_per_s_per_gpu:,.0f} per device), MFU {plan.mfu:.1%}, "
-        f"{plan.uncalibrated_fraction:.0%} of the time from uncalibrated constants",
-        "",
-        table(
-            ["stage", "layers", "micro-batch", "peak GB", "margin GB", "of which"],
-            [
-                [
-                    index,
-                    f"{stage.first_layer}-{stage.last_layer}",
-                    seconds(stage.time_s),
-                    f"{stage.peak_bytes / GB:.1f}",
-                    f"{stage.margin_bytes / GB:.1f}",
-                    ", ".join(
-                        f"{key} {value / GB:.1f}"
-                        for key, value in stage.memory.items()
-                        if value > 0.05 * GB
-                    ),
-                ]
-                for index, stage in enumerate(plan.stages)
-            ],
-        ),
-        "",
-        table(
-            ["layers", "stage", "attention", "mlp", "sequence parallel", "checkpointing"],
-            [
-                [
-                    f"{group['first_layer']}-{group['last_layer']}",
-                    group["stage"],
-                    group["strategy"]["attention"],
-                    group["strategy"]["mlp"],
-                    "yes" if group["strategy"]["sequence_parallel"] else "no",
-                    group["strategy"]["activation_checkpointing"],
-                ]
-                for group in layer_groups(plan)
-            ],
-        ),
-        "",
-        "Step: "
-        + ", ".join(
-            f"{key} {seconds(value)}"
-            for key, value in sorted(plan.breakdown_s.items(), key=lambda item: -item[1])
-            if value > 0
-        ),
-        f"Search: {solver.candidates} candidates, {solver.solved} solved, {solver.pruned} pruned, "
-        f"{solver.status}, gap {solver.gap:.2g}, {solver.seconds:.2f} s",
-    ]
-    proof = plan.report.get("proof")
-    if proof:
-        parts.append(
-            f"Proof: {proof.get('solver', '')} {proof['status']}"
-            + (f", bound {seconds(proof['bound_s'])}" if "bound_s" in proof else "")
-        )
+    """The whole plan for people: head, stages, layers, step, search, runners-up, assumptions."""
+    parts = [*_head(plan), "", _stages(plan), "", _layers(plan), "", *_search(plan)]
     if plan.alternatives:
         rows = [
             [degrees_text(other), seconds(other["step_s"]), other["why"]]
@@ -136,3 +71,80 @@ def plan_text(plan: Plan) -> str:
     ]
     parts += [f"Assumes: {note}" for note in plan.assumptions]
     return "\n".join(parts)
+
+
+def _head(plan: Plan) -> list[str]:
+    d = plan.degrees
+    degrees = {
+        **{key: getattr(d, key) for key in ("tp", "pp", "dp", "cp", "ep", "vpp", "zero_stage")},
+        "micro_batch_size": d.micro_batch_size,
+        "sequence_parallel": plan.layers[0].strategy.sequence_parallel,
+    }
+    cluster = plan.cluster.get("name") or plan.cluster.get("device", "")
+    return [
+        f"{plan.model} on {cluster} ({d.world_size} devices), sequence {plan.seq_length}, "
+        f"global batch {plan.global_batch_size}, {plan.precision}, {plan.backend}",
+        f"Plan {plan.fingerprint}: {degrees_text(degrees)} x {d.num_micro_batches}, "
+        f"vocabulary {plan.vocabulary}",
+        f"Step {seconds(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s "
+        f"({plan.tokens_per_s_per_gpu:,.0f} per device), MFU {plan.mfu:.1%}, "
+        f"{plan.uncalibrated_fraction:.0%} of the time from uncalibrated constants",
+    ]
+
+
+def _stages(plan: Plan) -> str:
+    rows = [
+        [
+            index,
+            f"{stage.first_layer}-{stage.last_layer}",
+            seconds(stage.time_s),
+            f"{stage.peak_bytes / GB:.1f}",
+            f"{stage.margin_bytes / GB:.1f}",
+            ", ".join(
+                f"{key} {value / GB:.1f}"
+                for key, value in stage.memory.items()
+                if value > 0.05 * GB
+            ),
+        ]
+        for index, stage in enumerate(plan.stages)
+    ]
+    return table(["stage", "layers", "micro-batch", "peak GB", "margin GB", "of which"], rows)
+
+
+def _layers(plan: Plan) -> str:
+    rows = [
+        [
+            f"{group['first_layer']}-{group['last_layer']}",
+            group["stage"],
+            group["strategy"]["attention"],
+            group["strategy"]["mlp"],
+            "yes" if group["strategy"]["sequence_parallel"] else "no",
+            group["strategy"]["activation_checkpointing"],
+        ]
+        for group in layer_groups(plan)
+    ]
+    header = ["layers", "stage", "attention", "mlp", "sequence parallel", "checkpointing"]
+    return table(header, rows)
+
+
+def _search(plan: Plan) -> list[str]:
+    solver = plan.solver
+    parts = sorted(plan.breakdown_s.items(), key=lambda item: -item[1])
+    took = "" if solver.seconds is None else f", {solver.seconds:.2f} s"
+    lines = [
+        "Step: " + ", ".join(f"{key} {seconds(value)}" for key, value in parts if value > 0),
+        f"Search: {solver.candidates} candidates, {solver.solved} solved, {solver.pruned} pruned, "
+        f"{solver.status}, gap {solver.gap:.2g}{took}",
+    ]
+    folding = plan.report.get("folding")
+    if folding:
+        lines.append(
+            f"Folding: {folding['blocks']} blocks of {folding['operators']} operators, "
+            f"{folding['distinct_blocks']} distinct; of {folding['candidates']} sharding patterns "
+            f"{folding['rejected']} do not connect, {folding['kept']} are kept"
+        )
+    proof = plan.report.get("proof")
+    if proof:
+        bound = f", bound {seconds(proof['bound_s'])}" if "bound_s" in proof else ""
+        lines.append(f"Proof: {proof.get('solver', '')} {proof['status']}{bound}")
+    return lines

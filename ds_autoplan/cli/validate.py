@@ -24,7 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Price every run and print the errors."""
-    from ds_autoplan.validate import load_runs, validate
+    from ds_autoplan.runs import load_runs
+    from ds_autoplan.validate import validate
 
     groups = _groups(args.groups) if args.groups else None
     answer = validate(load_runs(args.runs), groups)

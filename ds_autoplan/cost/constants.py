@@ -88,6 +88,10 @@ class Constants:
     overlap_slowdown: float = 0.12
     # Share of a backward pass under which gradient reduction can hide.
     overlap_window: float = 0.9
+    # Share of the network's rate that tensor parallelism over nodes gets: every layer waits for the
+    # slowest of many short collectives. Fitted on the two settings that cross nodes of the 3.57B
+    # sweep on H100 (tp 16 and 32; huggingface/nanotron).
+    tensor_network_share: float = 0.75
     sustained: dict[tuple[str, str], float] = field(
         default_factory=lambda: dict(SUSTAINED), hash=False
     )

@@ -1,9 +1,10 @@
 """From one line of a runs file to what a price needs: graph, cluster, workload, degrees, engine.
 
-The schema is that of published runs: `model` {layers, hidden, ffn, heads, kv_heads, vocab, seq,
-gated_mlp, experts, topk, moe_ffn, shared_ffn, dense_layers, attention}, `hardware` {gpu,
-gpus_per_node, nodes, interconnect}, `parallel` {tp, pp, dp, cp, ep, vpp, sp, zero_stage,
-recompute}, `batch` {global, micro}, `precision`, `measured`, `source`, `notes`. `null` means the
+A run of this plugin holds its plan, and is priced as that. The schema is that of published runs:
+`model` {layers, hidden, ffn, heads, kv_heads, vocab, seq, gated_mlp, experts, topk, moe_ffn,
+shared_ffn, dense_layers, attention}, `hardware` {gpu, gpus_per_node, nodes, interconnect},
+`parallel` {tp, pp, dp, cp, ep, vpp, sp, zero_stage, recompute}, `batch` {global, micro},
+`precision`, `measured`, `source`, `notes`. `null` means the
 source does not say; what is assumed then is stated at the place.
 """
 
@@ -21,7 +22,9 @@ from ds_autoplan.cost.interface import StageAssignment
 from ds_autoplan.cost.model import AnalyticCostModel
 from ds_autoplan.errors import AutoplanError, BadInputError, UnsupportedError
 from ds_autoplan.estimate import even_cut
+from ds_autoplan.inputs import recall
 from ds_autoplan.model.graph import Attention, BlockClass, BlockGraph, Mlp, Operator
+from ds_autoplan.plan import Plan
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
 
@@ -55,6 +58,7 @@ class Row:
     family: str
     shard_group: int = 0
     memory_unit: str = "GiB"
+    vocabulary: str = "shard"
 
 
 def read_row(data: dict[str, Any]) -> Row:
@@ -65,6 +69,8 @@ def read_row(data: dict[str, Any]) -> Row:
         BadInputError: a key that every row must have is missing.
     """
     try:
+        if "plan" in data:
+            return _read_planned(data)
         return _with_recomputation(_read(data), data)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, AutoplanError):
@@ -73,6 +79,34 @@ def read_row(data: dict[str, Any]) -> Row:
             f"The run {data.get('id', '?')!r} lacks or misstates {error}.",
             "A run needs model, hardware, parallel, batch and precision.",
         ) from error
+
+
+def _read_planned(data: dict[str, Any]) -> Row:
+    """A run that holds its plan: the graph, cluster, cut and strategies are the plan's own."""
+    plan = Plan.from_json(data["plan"])
+    inputs = recall(plan)
+    strategies = [layer.strategy for layer in plan.layers]
+    stages = tuple(
+        StageAssignment(first, end - 1, tuple(strategies[first:end]))
+        for first, end in plan.stage_bounds
+    )
+    measured = data["measured"]
+    peak, unit = measured.get("peak_mem_gb"), str(measured.get("peak_mem_unit") or "GiB")
+    return Row(
+        id=str(data["id"]),
+        graph=inputs.graph,
+        topology=inputs.topology,
+        workload=inputs.workload,
+        framework=frameworks.BY_BACKEND[inputs.workload.backend],
+        degrees=plan.degrees,
+        stages=stages,
+        measured_step_s=measured.get("iteration_s"),
+        measured_peak_bytes=None if peak is None else peak * (2**30 if "GiB" in unit else 1e9),
+        peak_kind=peak_kind_of(data),
+        family=family_of(data),
+        memory_unit="GiB" if "GiB" in unit else "GB",
+        vocabulary=plan.vocabulary,
+    )
 
 
 def _read(data: dict[str, Any]) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ds_autoplan.cluster.collectives import START_S, collective_s, exchange_s, volume_bytes
@@ -52,7 +53,11 @@ class Setting:
 
     def collective(self, kind: str, buffer_bytes: float, degrees: Degrees, axis: str) -> float:
         """Seconds of one collective over `axis`, all groups of the axis at the same time."""
-        return self.over(kind, buffer_bytes, self.topology.axis_span(degrees, axis))
+        ways = self.topology.axis_span(degrees, axis)
+        seconds = self.over(kind, buffer_bytes, ways)
+        if axis == "tp" and math.prod(ways[1:]) > 1 and not self.volume_only:
+            return seconds / self.constants.tensor_network_share
+        return seconds
 
     def over(self, kind: str, buffer_bytes: float, ways: tuple[int, ...]) -> float:
         """Seconds of one collective over a group that spans `ways`."""

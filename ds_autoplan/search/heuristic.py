@@ -52,17 +52,26 @@ class _Builder:
 
     def mix(self, stage: int, first: int, end: int) -> Mix | None:
         """The fastest mix of layers first..end-1 on `stage`."""
+        counts, room, carried = self._content(stage, first, end)
+        key = (stage, counts, carried)
+        if key not in self.memo:
+            self.memo[key] = self.mixer.fastest(counts, room)
+        return self.memo[key]
+
+    def fits(self, stage: int, first: int, end: int) -> bool:
+        """Whether layers first..end-1 fit on `stage` under any mix."""
+        counts, room, _ = self._content(stage, first, end)
+        return self.mixer.fits(counts, room)
+
+    def _content(self, stage: int, first: int, end: int) -> tuple[tuple[int, ...], Room, float]:
+        """Layers by class, what the stage offers them, and the bytes that the cut carries."""
         pairs = zip(self.counts[end], self.counts[first], strict=True)
         counts = tuple(after - before for after, before in pairs)
         carried = self.problem.carried(first)
-        key = (stage, counts, carried)
-        if key not in self.memo:
-            own = self.problem.stages[stage]
-            kept = own.activation_bytes + carried
-            budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
-            room = Room(own.in_flight, budget, own.workspace_bytes)
-            self.memo[key] = self.mixer.fastest(counts, room)
-        return self.memo[key]
+        own = self.problem.stages[stage]
+        kept = own.activation_bytes + carried
+        budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
+        return counts, Room(own.in_flight, budget, own.workspace_bytes), carried
 
     def time(self, stage: int, first: int, end: int) -> float:
         """T_s of layers first..end-1 on `stage` at their fastest; infinite where none fits."""
@@ -199,7 +208,7 @@ def _reachable(build: _Builder) -> tuple[int, ...] | None:
     for stage in range(count - 1, -1, -1):
         first = covered = stage
         for end in sorted(starts[stage + 1]):
-            while first < end and build.mix(stage, first, end) is None:
+            while first < end and not build.fits(stage, first, end):
                 first += 1
             starts[stage].update(range(max(first, covered), end))
             covered = end
@@ -209,7 +218,7 @@ def _reachable(build: _Builder) -> tuple[int, ...] | None:
     for stage in range(count):
         first = bounds[-1]
         ends = (end for end in sorted(starts[stage + 1], reverse=True) if end > first)
-        fitting = next((end for end in ends if build.mix(stage, first, end) is not None), None)
+        fitting = next((end for end in ends if build.fits(stage, first, end)), None)
         if fitting is None:
             return None
         bounds.append(fitting)

@@ -14,6 +14,7 @@ answer is exact.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_autoplan.search.problem import Choice
@@ -84,20 +85,13 @@ class Mixer:
             time_limit_s: only mixes at most this slow are of interest.
             per_step_limit_s: limit on the layers' summed `per_step_s`.
         """
-        groups = [
-            (klass, count, self._items(klass, room.in_flight))
-            for klass, count in enumerate(counts)
-            if count
-        ]
+        groups = self._groups(counts, room)
         fast = _uniform(groups, room, per_step_limit_s)
         if fast is not None:
             return fast if fast.time_s <= time_limit_s * (1 + _RELATIVE) else None
         best = _Best(time_limit_s * (1 + _RELATIVE))
-        caps = sorted({max(room.workspace_floor, i.workspace) for g in groups for i in g[2]})
-        for cap in caps:
-            levels = self._levels_of(groups, cap, room.in_flight, per_step_limit_s < _INFINITY)
-            if levels:
-                _branch(levels, groups[0][1], room.budget - cap, per_step_limit_s, best)
+        for cap, levels in self._capped(groups, room, per_step_limit_s < _INFINITY):
+            _branch(levels, groups[0][1], room.budget - cap, per_step_limit_s, best)
         if best.picked is None:
             return None
         per_class: list[list[tuple[int, int]]] = [[] for _ in counts]
@@ -132,6 +126,42 @@ class Mixer:
             if mix.per_step_s <= max(least, per_step_floor_s) * (1 + _RELATIVE):
                 return found
             limit = mix.per_step_s * (1 - 1e-9)
+
+    def relaxed_s(self, counts: tuple[int, ...], room: Room) -> float:
+        """A lower bound on :meth:`fastest`'s time, fractions allowed; infinite: nothing fits."""
+        groups = self._groups(counts, room)
+        least = _INFINITY
+        for cap, levels in self._capped(groups, room):
+            bound = levels[0].bound(groups[0][1], room.budget - cap)
+            if bound is not None:
+                least = min(least, bound)
+        return least
+
+    def fits(self, counts: tuple[int, ...], room: Room) -> bool:
+        """Whether any mix fits."""
+        groups = self._groups(counts, room)
+        for cap, levels in self._capped(groups, room):
+            first = levels[0]
+            need = groups[0][1] * first.base_cost + first.later_cost
+            if need <= room.budget - cap + _RELATIVE * abs(room.budget):
+                return True
+        return False
+
+    def _groups(self, counts: tuple[int, ...], room: Room) -> _Groups:
+        return [
+            (klass, count, self._items(klass, room.in_flight))
+            for klass, count in enumerate(counts)
+            if count
+        ]
+
+    def _capped(
+        self, groups: _Groups, room: Room, limited: bool = False
+    ) -> Iterator[tuple[float, list[_Level]]]:
+        """(workspace cap, levels) for every cap under which all classes have a choice."""
+        for cap in sorted({max(room.workspace_floor, i.workspace) for g in groups for i in g[2]}):
+            levels = self._levels_of(groups, cap, room.in_flight, limited)
+            if levels:
+                yield cap, levels
 
     def _items(self, klass: int, in_flight: float) -> list[_Item]:
         key = (klass, in_flight)

@@ -190,12 +190,11 @@ class Pricer:
         strategy = Strategy(sequence_parallel=candidate.sequence_parallel)
         element = _BYTES.get(self.workload.precision, 2.0)
         tokens = degrees.micro_batch_size * self.workload.seq_length / degrees.cp
-        times, carried = [0.0], [0.0]
-        priced: dict[float, float] = {}
-        for hidden, skipped in self.graph.cut_elements[1:]:
-            elements = hidden + skipped
-            if elements not in priced:
-                priced[elements] = self.cost.boundary_s(degrees, strategy, elements)
-            times.append(priced[elements])
-            carried.append(tokens * skipped * element)
-        return tuple(times), tuple(carried) if any(carried) else ()
+        cuts = self.graph.cut_elements[1:]
+        priced = {
+            cut: self.cost.boundary_s(degrees, strategy, sum(cut)) for cut in dict.fromkeys(cuts)
+        }
+        times = (0.0, *(priced[cut] for cut in cuts))
+        if not any(skipped for _, skipped in priced):
+            return times, ()
+        return times, (0.0, *(tokens * skipped * element for _, skipped in cuts))

@@ -17,6 +17,7 @@ target of an edge carries its value, too.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -178,9 +179,10 @@ def lower_bound(problem: Problem) -> float:
     count = len(problem.stages)
     cuts = problem.cut_time_s[1:] if count > 1 else ()
     cut = (count - 1) * min(cuts) if cuts else 0.0
-    total = sum(fastest[layer] for layer in problem.layers)
+    population = Counter(problem.layers)
+    total = sum(count * fastest[klass] for klass, count in population.items())
     total += cut + sum(stage.time_s for stage in problem.stages)
-    step = sum(per_step[layer] for layer in problem.layers)
+    step = sum(count * per_step[klass] for klass, count in population.items())
     step += sum(stage.per_step_s for stage in problem.stages)
     longest = max(stage.time_s for stage in problem.stages) + min(fastest)
     return (
@@ -208,10 +210,10 @@ def missing_bytes(problem: Problem) -> float:
     """
     lightest = min(stage.in_flight for stage in problem.stages)
     need = 0.0
-    for layer in problem.layers:
-        need += min(
+    for klass, count in Counter(problem.layers).items():
+        need += count * min(
             choice.state_bytes + lightest * choice.activation_bytes
-            for choice in problem.choices[layer]
+            for choice in problem.choices[klass]
         )
     room = 0.0
     for stage in problem.stages:

@@ -21,6 +21,7 @@ from ds_autoplan.search.problem import Problem, Solution
 from ds_autoplan.search.space import Candidate, interleaved_cut
 
 Progress = Callable[[int, int, float | None], None]
+Group = Callable[[Candidate], object]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class Solved:
 class Outcome:
     """What a search found.
 
-    `solved` are the best candidates of each group, fastest first; `too_big` the candidates that do
-    not fit, with the bytes that their tightest stage misses.
+    `solved` are the best candidates of each group (and variants where groups are few), fastest
+    first; `too_big` the candidates that do not fit, with the bytes that their tightest stage
+    misses.
     """
 
     solved: list[Solved] = field(default_factory=list)
@@ -67,12 +69,33 @@ def search(
     Args:
         pricer: prices candidates.
         candidates: the space.
-        top_k: runners-up wanted, each from another (tp, pp, dp, cp, ep, vpp).
+        top_k: runners-up wanted, each from another (tp, pp, dp, cp, ep, vpp) as long as there are
+            enough of these, then the best other variants (ZeRO stage, micro-batch, order ...).
         time_limit_s: stop after this many seconds with the best so far.
         progress: called with (done, all, best time so far).
     """
     started = time.monotonic()
     deadline = started + time_limit_s if time_limit_s is not None else None
+    outcome = _search(pricer, candidates, top_k, deadline, progress, lambda each: each.group)
+    if outcome.solved and len(outcome.solved) <= top_k and not outcome.stopped:
+        others = _search(pricer, candidates, top_k, deadline, progress, lambda each: each)
+        known = {solved.candidate for solved in outcome.solved}
+        variants = [solved for solved in others.solved if solved.candidate not in known]
+        outcome.solved += variants[: top_k + 1 - len(outcome.solved)]
+        outcome.solved.sort(key=lambda solved: solved.rank)
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def _search(
+    pricer: Pricer,
+    candidates: list[Candidate],
+    top_k: int,
+    deadline: float | None,
+    progress: Progress | None,
+    group: Group,
+) -> Outcome:
+    """The best solution of each group, for the `top_k` + 1 best groups."""
     # (bound, whether it is the sharper one, tie-breaker, candidate)
     queue = [
         (pricer.quick_bound_s(candidate), False, candidate.simplicity, at)
@@ -80,7 +103,7 @@ def search(
     ]
     heapq.heapify(queue)
     outcome = Outcome(candidates=len(queue))
-    best: dict[tuple[int, ...], Solved] = {}
+    best: dict[object, Solved] = {}
     while queue:
         bound, sharp, simplicity, at = heapq.heappop(queue)
         candidate = candidates[at]
@@ -92,7 +115,7 @@ def search(
             outcome.stopped = True
             outcome.bound_s = bound
             break
-        own = best.get(candidate.group)
+        own = best.get(group(candidate))
         if own is not None:
             limit = min(limit, own.solution.objective_s)
         if bound >= limit:
@@ -104,7 +127,7 @@ def search(
             found = _solve(pricer, candidate, limit, deadline, outcome)
             outcome.tried += 1
             if found is not None and (own is None or found.rank < own.rank):
-                best[candidate.group] = found
+                best[group(candidate)] = found
         if progress is not None:
             progress(len(candidates) - len(queue), len(candidates), _fastest(best))
     outcome.solved = sorted(best.values(), key=lambda solved: solved.rank)
@@ -112,17 +135,16 @@ def search(
         winner = outcome.solved[0].solution
         bounds = [winner.bound_s] + ([outcome.bound_s] if outcome.stopped else [])
         outcome.bound_s = min(bounds)
-    outcome.seconds = time.monotonic() - started
     return outcome
 
 
-def _limit(best: dict[tuple[int, ...], Solved], top_k: int) -> float:
+def _limit(best: dict[object, Solved], top_k: int) -> float:
     """The objective that a candidate must beat to be reported at all."""
     values = sorted(solved.solution.objective_s for solved in best.values())
     return values[top_k] if len(values) > top_k else float("inf")
 
 
-def _fastest(best: dict[tuple[int, ...], Solved]) -> float | None:
+def _fastest(best: dict[object, Solved]) -> float | None:
     return min((solved.solution.objective_s for solved in best.values()), default=None)
 
 

@@ -7,6 +7,9 @@ pass over positions). Together they bound any continuation of a partial path.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from ds_autoplan.search.mix import Mix, Mixer, Room
 from ds_autoplan.search.problem import Problem, fastest_times, prefix_counts
 
@@ -108,27 +111,35 @@ class Stages:
 
         Mixes that cannot beat the first incumbent may be missing; ask :attr:`longest_s` of each.
         """
-        if len(self.problem.choices) == 1:
-            counts: tuple[int, ...] = (end - first,)
-        else:
-            pairs = zip(self.counts[end], self.counts[first], strict=True)
-            counts = tuple(after - before for after, before in pairs)
+        counts = self._counts(first, end)
         carried = self.problem.carried(first)
         key = (stage, counts, carried)
         found = self._mixes.get(key)
         if found is None:
             own = self.problem.stages[stage]
-            kept = own.activation_bytes + carried
-            budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
             cut = self.least_cut_s if stage < len(self.problem.stages) - 1 else 0.0
             found = self.mixer.frontier(
                 counts,
-                Room(own.in_flight, budget, own.workspace_bytes),
+                self._room(stage, carried),
                 self.longest_s - own.time_s - cut,
                 self.per_step_floor_s - own.per_step_s,
             )
             self._mixes[key] = found
         return found
+
+    def _counts(self, first: int, end: int) -> tuple[int, ...]:
+        """Layers of each class among first..end-1."""
+        if len(self.problem.choices) == 1:
+            return (end - first,)
+        pairs = zip(self.counts[end], self.counts[first], strict=True)
+        return tuple(after - before for after, before in pairs)
+
+    def _room(self, stage: int, carried: float) -> Room:
+        """What `stage` offers its layers where the cut before it carries that many bytes."""
+        own = self.problem.stages[stage]
+        kept = own.activation_bytes + carried
+        budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
+        return Room(own.in_flight, budget, own.workspace_bytes)
 
     def _windows(self) -> list[tuple[int, int]] | None:
         """For each stage the positions where it may start, from the limit on a stage's time."""
@@ -137,35 +148,37 @@ class Stages:
         alike = not any(self.problem.carried_bytes) and len(set(cuts)) <= 1
 
         def fits(stage: int, first: int, end: int) -> bool:
+            own = self.problem.stages[stage]
             least = self.prefix_s[end] - self.prefix_s[first]
-            if least + self.problem.stages[stage].time_s > self.longest_s:
+            if least + own.time_s > self.longest_s:
                 return False
             if not alike:
                 return True  # fewer layers may cost more: only what holds for both is used
-            mixes = self.options(stage, first, end)
             cut = self.least_cut_s if stage < count - 1 else 0.0
-            fixed = self.problem.stages[stage].time_s + cut
-            return bool(mixes) and mixes[0].time_s + fixed <= self.longest_s
+            mixed = self.mixer.relaxed_s(self._counts(first, end), self._room(stage, 0.0))
+            return mixed + own.time_s + cut <= self.longest_s
+
+        def longer(stage: int, first: int, taken: int) -> bool:
+            return fits(stage, first, first + taken)
+
+        def earlier(stage: int, end: int, taken: int) -> bool:
+            return fits(stage, end - taken, end)
 
         high = [0]
         for stage in range(count):
-            end, furthest = high[stage], layers - (count - 1 - stage)
-            while end < furthest and fits(stage, high[stage], end + 1):
-                end += 1
-            if end == high[stage]:
-                return None
-            high.append(end)
+            first = high[stage]
+            most = layers - (count - 1 - stage) - first
+            taken = _most(partial(longer, stage, first), most, _last_gap(high))
+            high.append(first + taken)  # 0: a layer for later stages, so this one ends before it
         if high[count] < layers:
             return None
-        low = [layers] * (count + 1)
-        low[0] = 0
+        low = [layers]
         for stage in range(count - 1, 0, -1):
-            end = low[stage + 1]
-            first = end - 1
-            while first > stage and fits(stage, first - 1, end):
-                first -= 1
-            low[stage] = first
-        return list(zip(low, high, strict=True))
+            end = low[-1]
+            taken = _most(partial(earlier, stage, end), end - stage, _last_gap(low))
+            low.append(end - taken)
+        low.append(0)
+        return list(zip(reversed(low), high, strict=True))
 
     def _bound_rests(self, windows: list[tuple[int, int]]) -> None:
         """Backward over stages: least sum and least maximum of the times from each start on."""
@@ -195,3 +208,26 @@ class Stages:
                     sums[stage][first] = best_sum
                     longest[stage][first] = best_longest
         self.rest_sum_s, self.rest_longest_s = sums, longest
+
+
+def _most(holds: Callable[[int], bool], most: int, guess: int) -> int:
+    """The largest n in 0..most with holds(1) .. holds(n), for a rule that holds up to some n.
+
+    Doubling steps away from `guess`, then bisection between what holds and what does not.
+    """
+    good, bad = 0, most + 1
+    at, step = min(max(guess, 1), most), 1
+    while bad - good > 1:
+        if holds(at):
+            good = at
+            at = min(good + step, bad - 1) if bad == most + 1 else (good + bad) // 2
+        else:
+            bad = at
+            at = max(bad - step, good + 1) if good == 0 else (good + bad) // 2
+        step *= 2
+    return good
+
+
+def _last_gap(bounds: list[int]) -> int:
+    """How many layers the stage before took: the first guess for the next one."""
+    return abs(bounds[-1] - bounds[-2]) if len(bounds) > 1 else 1

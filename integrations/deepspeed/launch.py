@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from torch import nn
 from ds_autoplan.config import AutoplanConfig, parse_autoplan
 from ds_autoplan.errors import AutoplanError, BadInputError, UnsupportedError
 from ds_autoplan.plan import Plan
+from ds_autoplan.runs import append_run, check_writable, run_of
 
 log = logging.getLogger("ds_autoplan")
 
@@ -96,6 +98,8 @@ def initialize(
         if model is None:
             raise BadInputError("deepspeed.initialize was called without a model.")
         check_config(ds_config, model, mpu, mesh_param)
+        if autoplan.report is not None and dist.get_rank() == 0:
+            check_writable(autoplan.report)
         batch = batch_settings(ds_config, dist.get_world_size())
         structure, refusal = _structure(model)
         plan = plan_together(model, structure, refusal, ds_config, autoplan, batch)
@@ -193,7 +197,7 @@ def _start(
     )
     engine.__class__ = AutoplanPipelineEngine if degrees.pp > 1 else AutoplanEngine
     engine.replica, engine.script_batch = replica, batch
-    engine.clock = StepClock(_report(plan, base))
+    engine.clock = StepClock(_report(plan, base, autoplan.report))
     if replica is not None:
         replica.install()
         if degrees.pp > 1:
@@ -229,7 +233,9 @@ def _serve_weights(
     return service
 
 
-def _report(plan: Plan, base: int) -> Callable[[float, int], None]:
+def _report(plan: Plan, base: int, file: str | None) -> Callable[[float, int], None]:
+    """What to do with the measurement: log it beside the prediction, and add it to `file`."""
+
     def report(step_s: float, peak_bytes: int) -> None:
         peaks = torch.tensor([float(peak_bytes - base)], device=_device())
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
@@ -243,6 +249,12 @@ def _report(plan: Plan, base: int) -> Callable[[float, int], None]:
                 predicted / 2**30,
                 float(peaks) / 2**30,
             )
+            if file is not None:
+                when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+                try:
+                    append_run(file, run_of(plan, step_s, int(peaks), when))
+                except BadInputError as error:  # the training that runs is worth more
+                    log.warning("ds_autoplan: %s", error)
 
     return report
 

@@ -92,6 +92,46 @@ def test_plan_out_explain_and_diff(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "The same plan" in out
 
 
+def test_the_same_input_writes_the_same_bytes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for file in files:
+        assert call(capsys, "plan", *JOB, "--out", str(file))[0] == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    loaded = Plan.load(files[0])
+    assert loaded.solver.seconds is None  # the only figure that differs between runs
+    loaded.save(files[1])
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_plan_reports_what_folding_did(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = json.loads(call(capsys, "plan", *JOB, "--pin", "tp=2", "--json")[1])
+    folding = answer["plan"]["report"]["folding"]
+    assert folding["blocks"] == len(answer["plan"]["layers"])
+    assert folding["distinct_blocks"] == 1
+    assert folding["candidates"] == 3**4
+    assert 0 < folding["rejected"] < folding["candidates"]
+    assert 0 < folding["kept"] == len(folding["patterns"])
+    assert "column-row-column-row" in folding["patterns"]
+    assert "Folding: " in call(capsys, "plan", *JOB, "--pin", "tp=2")[1]
+
+
+def test_runners_up_when_every_degree_is_pinned(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *JOB, "--pin", "tp=2", "--pin", "pp=2", "--json"]
+    answer = json.loads(call(capsys, *words)[1])
+    others = answer["alternatives"]
+    assert len(others) == 3
+    assert all((other["tp"], other["pp"]) == (2, 2) and other["why"] for other in others)
+    keys = ("zero_stage", "micro_batch_size", "order", "sequence_parallel")
+    variants = [tuple(other[key] for key in keys) for other in others]
+    head = answer["plan"]
+    own = (*(head[key] for key in keys[:3]), head["layers"][0]["sequence_parallel"])
+    assert len({*variants, own}) >= 3  # the fourth key of a candidate is the vocabulary
+    steps = [head["step_s"], *(other["step_s"] for other in others)]
+    assert steps == sorted(steps)
+
+
 def test_options_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", *JOB, "--json", "--top", "1", "--micro-batch-size", "1,2", "--no-pipeline"]
     answer = json.loads(call(capsys, *words, "--no-tensor-parallel")[1])

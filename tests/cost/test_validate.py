@@ -11,7 +11,8 @@ import pytest
 
 from ds_autoplan.cost.rows import read_row, zero_stage_of
 from ds_autoplan.errors import BadInputError
-from ds_autoplan.validate import kendall_tau, load_runs, price_run, ranking, validate
+from ds_autoplan.runs import load_runs
+from ds_autoplan.validate import kendall_tau, price_run, ranking, validate
 
 SAMPLE = Path(__file__).with_name("published_sample.jsonl")
 

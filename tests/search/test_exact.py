@@ -88,6 +88,21 @@ def test_a_limit_returns_only_what_beats_it(seed: int) -> None:
     assert close(found.objective_s, best.objective_s)
 
 
+def test_a_layer_that_a_stage_cannot_hold_goes_to_a_later_or_an_earlier_one() -> None:
+    """Filled from the front, the small middle stage would begin at the heavy layer."""
+    light, heavy = Choice(1.0, 4.0, 0.0, 0.0), Choice(1.0, 20.0, 0.0, 0.0)
+    layers = (0, 0, 1, 0)
+    for order, capacities in ((layers, (8.0, 5.0, 30.0)), (layers[::-1], (30.0, 5.0, 8.0))):
+        stages = tuple(Stage(capacity) for capacity in capacities)
+        problem = Problem(order, ((light,), (heavy,)), stages, 1.0, 3.0)
+        truth = brute_force(problem)
+        assert truth is not None
+        for start in (None, construct(problem)):
+            found = solve_exact(problem, start)
+            assert found is not None
+            assert close(found.objective_s, truth)
+
+
 def deep_problem(layers: int, stages: int, room: float) -> Problem:
     """Equal layers, three choices as checkpointing gives, memory that binds on early stages."""
     choices = (
