@@ -3,8 +3,9 @@
 Importing torch, transformers and DeepSpeed takes many times longer than a tiny case: one process
 does it and forks the others (see worker.py). There are as many ranks as the largest case so far
 needed; smaller cases use the first ones. A case that raises on all ranks is an answer like any
-other. One that does not end in time is ended with a dump of every thread's stack, and the next case
-gets new processes. No torch here.
+other. A case that does not end in time is ended with a dump of every thread's stack, and the next
+case gets new processes. On CPUs the ranks are forked anew every so many cases: gloo keeps a few
+threads of every process group it ever had, and each wakes a hundred times a second. No torch here.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 import ds_autoplan
 
 START_S = 600.0
+# Cases after which the ranks are forked anew (some four threads stay of each case).
+FRESH_AFTER = 16
 # After one rank raised, how long the others get to raise too.
 GRACE_S = 30.0
 # How long a process gets to write its stacks.
@@ -67,6 +70,13 @@ class Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="ds_autoplan_verify_"))
         self.starter: tuple[subprocess.Popen[bytes], Connection] | None = None
         self.started = self.cases = 0
+
+    def next_case(self) -> int:
+        """The number of the case that begins, which may be one for fresh ranks."""
+        if self.cases and self.cases % FRESH_AFTER == 0 and not self.use_gpus:
+            self.end([key for key in self.members if key != REFEREE])
+        self.cases += 1
+        return self.cases
 
     def __enter__(self) -> Pool:
         """The pool itself."""
@@ -155,13 +165,13 @@ class Pool:
             changed |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         return {**os.environ, **changed}
 
-    def end(self) -> None:
-        """End all members at once; the starter stays."""
-        for member in self.members.values():
+    def end(self, keys: list[int] | None = None) -> None:
+        """End members (all, unless `keys` names some) at once; the starter stays."""
+        for key in list(self.members) if keys is None else keys:
+            member = self.members.pop(key)
             member.channel.close()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.pid, signal.SIGKILL)
-        self.members.clear()
 
     # Answers
 

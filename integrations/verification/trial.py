@@ -49,12 +49,12 @@ def run_trial(
     Raises:
         CaseFailed: it raised or hung.
     """
-    pool.cases += 1
-    folder = pool.folder / f"case_{pool.cases}"
+    number = pool.next_case()
+    folder = pool.folder / f"case_{number}"
     request = {
         "job": job,
         "plan": plan_file,
-        "rendezvous": str(pool.folder / f"rendezvous_{pool.cases}"),
+        "rendezvous": str(pool.folder / f"rendezvous_{number}"),
         "folder": str(folder),
         "zero_stage": zero_stage,
         "precision": precision,

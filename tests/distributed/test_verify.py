@@ -32,9 +32,26 @@ def small_results() -> dict[str, Result]:
     return _run(SMALL)
 
 
+class Lazily:
+    """Results of a grid, run a hundred cases at a time when the first of them is asked for."""
+
+    def __init__(self, grid: dict[str, dict[str, Any]]) -> None:
+        names = list(grid)
+        parts = [names[at : at + 100] for at in range(0, len(names), 100)]
+        self.part_of = {
+            name: {each: grid[each] for each in part} for part in parts for name in part
+        }
+        self.results: dict[str, Result] = {}
+
+    def __getitem__(self, name: str) -> Result:
+        if name not in self.results:
+            self.results |= _run(self.part_of[name])
+        return self.results[name]
+
+
 @pytest.fixture(scope="module")
-def full_results() -> dict[str, Result]:
-    return _run(FULL)
+def full_results() -> Lazily:
+    return Lazily(FULL)
 
 
 def _check(result: Result) -> None:
@@ -51,7 +68,7 @@ def test_small_grid(name: str, small_results: dict[str, Result]) -> None:
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FULL)
-def test_full_grid(name: str, full_results: dict[str, Result]) -> None:
+def test_full_grid(name: str, full_results: Lazily) -> None:
     _check(full_results[name])
 
 
