@@ -3,6 +3,7 @@
     python -m benchmarks.cost_model RUNS.jsonl                  errors with the shipped constants
     python -m benchmarks.cost_model RUNS.jsonl --fit            fit all constants, print old and new
     python -m benchmarks.cost_model RUNS.jsonl --leave-one-out  fit without each family, predict it
+    python -m benchmarks.cost_model RUNS.jsonl --leave-one-out --groups GROUPS.json   regrets, too
     python -m benchmarks.cost_model RUNS.jsonl --residuals F    write the table that gives ranges
 
 A family is one publisher's runs with one engine. Leaving it out also resets what only it could
@@ -31,7 +32,7 @@ from ds_autoplan.cost.model import AnalyticCostModel
 from ds_autoplan.cost.rows import Row, read_row
 from ds_autoplan.errors import AutoplanError
 from ds_autoplan.runs import load_runs
-from ds_autoplan.validate import spread
+from ds_autoplan.validate import price, ranking, spread
 
 BACKWARD_OVER_FORWARD = 0.8  # attention: backward share of the matmul rate over the forward share
 HUBER = 0.12
@@ -268,6 +269,21 @@ def _taught(parameter: Parameter, engines: set[str], devices: set[tuple[str, str
     return parameter.kind != "rate" or parameter.where in devices
 
 
+def regrets(
+    groups: list[dict[str, Any]], everything: list[Row], rows: list[Row], found: np.ndarray
+) -> dict[str, Any]:
+    """Ranking of the groups where `rows` take `found` times what they took; memory as shipped."""
+    priced = {row.id: price(row) for row in everything}
+    for row, ratio in zip(rows, found, strict=True):
+        priced[row.id]["predicted_step_s"] = float(ratio) * (row.measured_step_s or 0.0)
+    answer = ranking(groups, priced)
+    print(
+        f"ranking: {answer['groups']} groups, mean regret {answer['mean_regret']:.1%}, "
+        f"largest {answer['max_regret']:.1%}, Kendall tau {answer['kendall_tau']:.2f}"
+    )
+    return answer
+
+
 def residuals_table(rows: list[Row], found: np.ndarray) -> list[dict[str, Any]]:
     """Errors by engine, architecture, precision and kind: what ranges are made from."""
     cells: dict[tuple[str, str, str, bool], list[float]] = defaultdict(list)
@@ -301,18 +317,18 @@ def main() -> None:
     parser.add_argument("runs", help="measured runs, one JSON object a line")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--groups", help="ranking groups: print regrets for them")
     parser.add_argument("--residuals", help="write the residuals table there")
     parser.add_argument("--json", help="write the errors there")
     arguments = parser.parse_args()
-    rows = []
+    everything = []
     for run in load_runs(arguments.runs):
         try:
-            row = read_row(run)
+            everything.append(read_row(run))
         except AutoplanError as error:
             print(f"not priced: {run.get('id')}: {error}")
-            continue
-        if row.measured_step_s:
-            rows.append(row)
+    rows = [row for row in everything if row.measured_step_s]
+    groups = json.loads(Path(arguments.groups).read_text()) if arguments.groups else []
     start = np.array([shipped(parameter) for parameter in PARAMETERS])
     found = ratios(start, rows)
     result = {"shipped": table("shipped constants", rows, found)}
@@ -324,6 +340,8 @@ def main() -> None:
     if arguments.leave_one_out:
         unseen = leave_one_out(rows)
         result["unseen"] = table("each family with constants of the others", rows, unseen)
+        if groups:
+            result["unseen ranking"] = regrets(groups, everything, rows, unseen)
         found = unseen
     if arguments.residuals:
         lines = residuals_table(rows, found)

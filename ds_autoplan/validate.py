@@ -55,20 +55,32 @@ def price_run(run: dict[str, Any]) -> dict[str, Any]:
         "memory_error": None,
     }
     try:
-        row = read_row(run)
-        model = AnalyticCostModel(
-            row.graph, row.topology, row.workload, row.framework, shard_group=row.shard_group
-        )
-        priced = model.step(row.degrees, row.stages, row.vocabulary)
+        return {**result, **price(read_row(run))}
     except AutoplanError as error:
         result["reason"] = str(error)
         return result
-    result.update(supported=True, predicted_step_s=priced.step_s, family=row.family)
+
+
+def price(row: Row) -> dict[str, Any]:
+    """What is known of one readable run: prediction, measurement, errors.
+
+    Raises:
+        AutoplanError: the device lacks what the run used.
+    """
+    model = AnalyticCostModel(
+        row.graph, row.topology, row.workload, row.framework, shard_group=row.shard_group
+    )
+    priced = model.step(row.degrees, row.stages, row.vocabulary)
+    result: dict[str, Any] = {
+        "supported": True,
+        "predicted_step_s": priced.step_s,
+        "measured_step_s": row.measured_step_s,
+        "family": row.family,
+    }
     result["range_s"] = list(priced.range_s)
     result["precision"] = row.workload.precision
     result["mixture"] = any(block.mlp and block.mlp.num_experts for block in row.graph.classes)
     if row.measured_step_s:
-        result["measured_step_s"] = row.measured_step_s
         result["time_error"] = priced.step_s / row.measured_step_s - 1.0
     unit = 1e9 if row.memory_unit == "GB" else 2**30
     predicted = peak_bytes(priced.stages, row)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_autoplan.errors import BadInputError
-from ds_autoplan.model.architectures import Architecture, Experts, Flag
+from ds_autoplan.model.architecture_row import Architecture, Experts, Flag
 from ds_autoplan.model.graph import Attention, BlockClass, BlockGraph, Mlp, Operator, SkipEdge
 
 Config = Mapping[str, Any]

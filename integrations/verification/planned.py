@@ -60,7 +60,7 @@ class Rank:
         )
         if torch.cuda.is_available():
             torch.cuda.set_device(self.rank)
-        _count_from_zero()
+        _forget_zero_3()
         deepspeed.init_distributed(
             init_method=f"file://{rendezvous}",
             rank=self.rank,
@@ -115,15 +115,22 @@ class Rank:
         return {"losses": losses, "norms": norms}
 
 
-def _count_from_zero() -> None:
-    """Start ZeRO-3's numbering of parameters and modules anew.
+def _forget_zero_3() -> None:
+    """Undo what ZeRO-3 leaves in a process; some ranks sat out the cases of smaller worlds.
 
-    It runs on through the life of a process and must be equal on all ranks; here some ranks sat out
-    the cases of smaller worlds.
+    Its numbering of parameters and modules runs on and must be equal on all ranks. Its own
+    `functional.linear` stays, too, and gives gradients in another order than torch's: ranks with
+    one and ranks with the other fill ZeRO-2's buckets with different parameters.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.runtime.zero.partition_parameters import (
+        Init,
+        InsertPostInitMethodToModuleSubClasses,
+    )
 
+    plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if plain is not None:
+        torch.nn.functional.linear = plain
     Init.param_id = 0
     (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
     count[0] = 0

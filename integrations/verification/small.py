@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_autoplan.errors import UnsupportedError
-from ds_autoplan.model.architectures import ARCHITECTURES, Architecture
+from ds_autoplan.model.architecture_row import Architecture
+from ds_autoplan.model.architectures import ARCHITECTURES
 from ds_autoplan.model.build import Sizes, read_sizes
 from ds_autoplan.model.load import complete_config, graph_of_config
 
@@ -69,7 +70,7 @@ def small_config(
     if row.positions:
         _put(small, row.positions, min(sizes.positions or POSITIONS, POSITIONS))
     _experts(small, row, hidden)
-    _the_rest(small, full, sizes, layers, width)
+    _the_rest(small, full, sizes, layers, hidden, width)
     return {**small, **overrides}
 
 
@@ -148,10 +149,14 @@ def _experts(small: dict[str, Any], row: Architecture, hidden: int) -> None:
 
 
 def _the_rest(
-    small: dict[str, Any], full: Mapping[str, Any], sizes: Sizes, layers: int, width: int
+    small: dict[str, Any],
+    full: Mapping[str, Any],
+    sizes: Sizes,
+    layers: int,
+    hidden: int,
+    width: int,
 ) -> None:
     """Windows, layer patterns, rotary tables, projected embeddings, token ids."""
-    hidden = next(small[key] for key in ("hidden_size", "n_embd", "n_embed") if key in small)
     for key in ("sliding_window", "window_size"):
         if full.get(key):
             small[key] = WINDOW
