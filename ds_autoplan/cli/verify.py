@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result.to_json()))
     else:
-        print(_text(result))
+        print(_text(result), flush=True)
     return 0 if result.ok else 1
 
 

@@ -83,6 +83,7 @@ class Architecture:
     qk_norm: str = ""  # "head", "full" (whole projected width), "per_head" (heads x head_dim)
     qk_norm_if: Flag = True
     qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    splits_heads: bool = True  # the packing of attention lets tp take whole heads
     sinks: str = ""
     parallel_residual: Flag = False
     serial_norms: tuple[str, ...] = ()  # norms in place of `norms` where the residual is serial

@@ -111,6 +111,21 @@ _DEEPSEEK_V2 = replace(
     experts=_SHARED_GLM,
 )
 
+# Decoders whose blocks are those of BART's, with the norm first.
+_AFTER_BART = Architecture(
+    kv_heads=(),
+    head_dim=(),
+    attention=AttentionNames(out="self_attn.out_proj"),
+    mlp=MlpNames(gate="", up="fc1", down="fc2"),
+    qkv_bias=True,
+    out_bias=True,
+    mlp_gated=False,
+    mlp_bias=True,
+    norms=("self_attn_layer_norm", "final_layer_norm"),
+    norm_bias=True,
+    tied=True,
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": replace(
         LLAMA, qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"
@@ -159,6 +174,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _GPT2,
         block="CodeGenBlock",
         attention=AttentionNames(q="", k="", v="", qkv="attn.qkv_proj", out="attn.out_proj"),
+        splits_heads=False,
         mlp=MlpNames(gate="", up="mlp.fc_in", down="mlp.fc_out"),
         qkv_bias=False,
         out_bias=False,
@@ -227,6 +243,24 @@ ARCHITECTURES: dict[str, Architecture] = {
         final_norm_if="do_layer_norm_before",
         tied=True,
     ),
+    "xglm": replace(
+        _AFTER_BART,
+        block="XGLMDecoderLayer",
+        hidden=("d_model",),
+        layers=("num_layers",),
+        heads=("attention_heads",),
+        ffn=("ffn_dim",),
+        final_norm="model.layer_norm",
+    ),
+    "biogpt": replace(
+        _AFTER_BART,
+        stack="biogpt.layers",
+        block="BioGptDecoderLayer",
+        word="biogpt.embed_tokens",
+        position="biogpt.embed_positions",
+        position_offset=2,
+        final_norm="biogpt.layer_norm",
+    ),
     "phi": replace(
         LLAMA,
         block="PhiDecoderLayer",
@@ -251,6 +285,24 @@ ARCHITECTURES: dict[str, Architecture] = {
         attention=AttentionNames(q="", k="", v="", qkv="self_attn.qkv_proj"),
         mlp=_FUSED_GATE,
         window="all",
+    ),
+    "persimmon": replace(
+        LLAMA,
+        block="PersimmonDecoderLayer",
+        kv_heads=(),
+        attention=AttentionNames(
+            q="", k="", v="", qkv="self_attn.query_key_value", out="self_attn.dense"
+        ),
+        mlp=_FOUR_H,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_gated=False,
+        mlp_bias=True,
+        norm_bias=True,
+        qk_norm="head",
+        qk_norm_if="qk_layernorm",
+        qk_norm_names=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        final_norm="model.final_layernorm",
     ),
     "bloom": Architecture(
         stack="transformer.h",

@@ -332,8 +332,18 @@ def build_block(config: Config, row: Architecture, sizes: Sizes, index: int) -> 
         mlp=mlp,
         operators=(*operators, *tail),
         parallel_residual=parallel,
+        shardable=frozenset({"attention", "mlp"} if _splits_heads(config, row) else {"mlp"}),
     )
     return with_fingerprint(block)
+
+
+def _splits_heads(config: Config, row: Architecture) -> bool:
+    """Whether a tp rank can compute whole heads: by their packing, and by query and key norms.
+
+    A norm over more than one head needs the others' values, too.
+    """
+    normed = row.qk_norm in ("full", "per_head") and flag(config, row.qk_norm_if)
+    return row.splits_heads and not normed
 
 
 def with_fingerprint(block: BlockClass) -> BlockClass:

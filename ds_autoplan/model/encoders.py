@@ -8,6 +8,7 @@ that change along the depth (swin).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ds_autoplan.errors import BadInputError
@@ -338,8 +339,10 @@ def build_swin(config: Config, name: str) -> BlockGraph:
             heads[stage],
             (2 * window - 1) ** 2 * heads[stage],
         )
+        # four tokens become one: per token of this stage a quarter of the products
+        reduction = linear("downsample.reduction", "other", 4 * hidden, 2 * hidden, False)
         merge = (
-            linear("downsample.reduction", "other", 4 * hidden, 2 * hidden, False),
+            replace(reduction, in_features=hidden),
             norm("downsample.norm", 4 * hidden, True),
         )
         for index in range(depth):

@@ -145,13 +145,16 @@ class VocabParallel(VocabParallelEmbedding):
     As in torch's embedding, the row of `padding_idx` gets no gradient from a lookup.
     """
 
-    def __init__(self, weight: nn.Parameter, padding_idx: int | None, scale: float | None) -> None:
+    def __init__(
+        self, weight: nn.Parameter, padding_idx: int | None, factor: float | Tensor | None
+    ) -> None:
         """Take `weight` [padded vocabulary / tp, hidden], cut already.
 
         Args:
             weight: the shard of this rank.
             padding_idx: index in the whole vocabulary, or None.
-            scale: factor on the output (embeddings that scale themselves), or None.
+            factor: what the output is multiplied by (embeddings that scale themselves); a tensor is
+                rounded to the weight's type first, as those embeddings do that hold it as a buffer.
         """
         tp = parallel_state.get_tensor_model_parallel_world_size()
         with torch.device("meta"):
@@ -162,7 +165,7 @@ class VocabParallel(VocabParallelEmbedding):
                 config=layer_config(weight.dtype, sequence_parallel=False),
             )
         self.weight = weight
-        self.scale = scale
+        self.factor = factor
         local = None if padding_idx is None else padding_idx - self.vocab_start_index
         inside = local is not None and 0 <= local < weight.shape[0]
         self.padding_idx = local if inside else None
@@ -174,7 +177,13 @@ class VocabParallel(VocabParallelEmbedding):
         output = functional.embedding(local, self.weight, self.padding_idx)
         output = output.masked_fill(outside.unsqueeze(-1), 0.0)
         output = reduce_from_tensor_model_parallel_region(output)
-        if self.scale is None:
-            return output
-        # As the Hugging Face embedding does: the factor is rounded to the weight's type first.
-        return output * torch.tensor(self.scale, dtype=output.dtype, device=output.device)
+        return scaled(output, self.factor)
+
+
+def scaled(rows: Tensor, factor: float | Tensor | None) -> Tensor:
+    """Rows of an embedding times its factor; a tensor is rounded to their type first."""
+    if factor is None:
+        return rows
+    if isinstance(factor, Tensor):
+        return rows * factor.to(rows.device, rows.dtype)
+    return rows * factor

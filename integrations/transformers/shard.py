@@ -25,12 +25,12 @@ from ds_autoplan.integrations.transformers.layouts import (
     heads_of_rank,
     projection_rows,
 )
+from ds_autoplan.integrations.transformers.stock import embedding_factor, is_transposed
 from ds_autoplan.integrations.transformers.structure import (
     AttentionPart,
     Block,
     MlpPart,
     ModelStructure,
-    is_transposed,
     replace_module,
 )
 from torch import Tensor, nn
@@ -100,9 +100,9 @@ class Sharder:
         structure = self.structure
         if has_embedding:
             embedding = structure.embedding
+            factor, _ = embedding_factor(embedding)
             self._cut_vocabulary(f"{structure.embedding_name}.weight", embedding.weight)
-            scale = getattr(embedding, "scalar_embed_scale", None)
-            module = VocabParallel(embedding.weight, embedding.padding_idx, scale)
+            module = VocabParallel(embedding.weight, embedding.padding_idx, factor)
             replace_module(structure.model, structure.embedding_name, module)
         if has_head:
             head = structure.head

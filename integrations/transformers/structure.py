@@ -28,6 +28,11 @@ from ds_autoplan.integrations.transformers.layouts import (
     AttentionLayout,
     packing,
 )
+from ds_autoplan.integrations.transformers.stock import (
+    embedding_factor,
+    is_transposed,
+    unlike_linear,
+)
 from torch import Tensor, nn
 
 from ds_autoplan.errors import UnsupportedError
@@ -166,7 +171,8 @@ def analyse(model: nn.Module) -> ModelStructure:
         tied_names=tied_names(model),
         widths={names[key]: width for key, width in record.widths.items()},
     )
-    structure.tensor_refusal = next((block.refusal for block in blocks if block.refusal), "")
+    reasons = [*_unlike_stock(structure), *(block.refusal for block in blocks)]
+    structure.tensor_refusal = next((reason for reason in reasons if reason), "")
     structure.pipeline_refusal = record.refusal or _unexpected_ties(structure)
     return structure
 
@@ -220,6 +226,30 @@ def _block(
                 "weight of unknown structure"
             )
     return Block(index, name, module, attention, mlp, refusal)
+
+
+def _unlike_stock(structure: ModelStructure) -> Iterator[str]:
+    """Why a layer that tensor parallelism would replace does more than what replaces it."""
+    _, reason = embedding_factor(structure.embedding)
+    if reason:
+        yield f"{structure.embedding_name}: {reason}"
+    linears = [(structure.head_name, structure.head)]
+    for block in structure.blocks:
+        for part, names in _parts(block):
+            prefix = ".".join(item for item in (block.name, part.name) if item)
+            linears += [(f"{prefix}.{name}", part.module.get_submodule(name)) for name in names]
+    for name, linear in linears:
+        reason = unlike_linear(linear)
+        if reason:
+            yield f"{name}: {reason}"
+
+
+def _parts(block: Block) -> Iterator[tuple[AttentionPart | MlpPart, tuple[str, ...]]]:
+    """A block's parts, with the linears of each."""
+    if block.attention is not None:
+        yield block.attention, (*block.attention.layout.names, block.attention.layout.out)
+    if block.mlp is not None:
+        yield block.mlp, (*block.mlp.columns, block.mlp.row)
 
 
 def _known_weights(attention: AttentionPart | None, mlp: MlpPart | None) -> set[int]:
@@ -297,11 +327,6 @@ def _mlp(block: nn.Module, styles: dict[str, str]) -> MlpPart | None:
             if produced == size * (2 if len(columns) == 2 or columns == ("gate_up_proj",) else 1):
                 return MlpPart(name, module, columns, row, size)
     return None
-
-
-def is_transposed(linear: nn.Module) -> bool:
-    """Whether the weight is stored [in, out] (GPT-2's Conv1D) instead of [out, in]."""
-    return type(linear).__name__ == "Conv1D"
 
 
 def in_features(linear: nn.Module) -> int:

@@ -100,7 +100,7 @@ class Rank:
             _disturb(engine, model, request["disturb"], self.rank)
         losses, norms = [], []
         for call in range(job.calls):
-            batch = batch_of(job, call, self.rank, model.config.pad_token_id)
+            batch = batch_of(job, call, self.rank, getattr(model.config, "pad_token_id", None))
             batch = {name: value.to(engine.device) for name, value in batch.items()}
             loss = engine(**batch).loss
             engine.backward(loss)

@@ -73,7 +73,7 @@ def train(job: Job) -> Run:
     for call in range(job.calls):
         losses.append([])
         for rank in range(job.world):
-            batch = batch_of(job, call, rank, model.config.pad_token_id)
+            batch = batch_of(job, call, rank, getattr(model.config, "pad_token_id", None))
             batch = {name: value.to(device) for name, value in batch.items()}
             loss = model(**batch, use_cache=False).loss
             (loss / (job.world * job.accumulation)).backward()

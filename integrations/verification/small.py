@@ -63,7 +63,7 @@ def small_config(
     _put(small, row.vocab, VOCABULARY)
     if stated:
         _put(small, row.head_dim, width)
-    if any(full.get(key) is not None for key in row.kv_heads):
+    if row.kv_heads and not row.multi_query or any(full.get(k) is not None for k in row.kv_heads):
         _put(small, row.kv_heads, kv_heads)
     if any(full.get(key) is not None for key in row.ffn):
         _put(small, row.ffn, _ffn(sizes, hidden, tp))
@@ -169,6 +169,7 @@ def _the_rest(
         pattern = list(full["attention_types"][0][0])
         small["num_layers"] = -(-layers // len(pattern)) * len(pattern)
         small["attention_types"] = [[pattern, small["num_layers"] // len(pattern)]]
+        small.pop("attention_layers", None)
     if full.get("rotary_dim"):
         small["rotary_dim"] = width // 2
     projected = full.get("word_embed_proj_dim")

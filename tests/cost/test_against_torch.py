@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_autoplan.cluster import parse_cluster
 from ds_autoplan.cost.model import AnalyticCostModel
 from ds_autoplan.estimate import even_cut
-from ds_autoplan.model import load_graph
-from ds_autoplan.model.flops import forward_flops
+from ds_autoplan.model import BlockGraph, load_graph, supported_model_types
+from ds_autoplan.model.architectures import ARCHITECTURES
+from ds_autoplan.model.flops import forward_flops, keys_seen
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
+from tests.model.test_parameters import build_on_meta, small
 
 BATCH, LENGTH, LAYERS = 2, 256, 3
 LLAMA = {
@@ -32,6 +34,15 @@ GPT = {
     "resid_pdrop": 0,
     "embd_pdrop": 0,
     "attn_pdrop": 0,
+}
+# Widths that let mixtures run on a CPU.
+NARROW: dict[str, dict[str, Any]] = {
+    "": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+    },
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
@@ -60,6 +71,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def _experts(model_type: str) -> bool:
+    return model_type in ARCHITECTURES and ARCHITECTURES[model_type].experts is not None
+
+
 def build(model_type: str) -> Any:
     sizes = dict(MODELS[model_type])
     if "n_layer" not in sizes:
@@ -83,6 +98,64 @@ def test_flops_are_those_that_torch_counts(model_type: str) -> None:
         if a is not None
     )
     ours = BATCH * (forward_flops(graph, LENGTH) + masked_away)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def counted_on_meta(config: dict[str, Any], model: Any) -> tuple[float, int]:
+    """(FLOPs of a forward pass of BATCH samples, tokens of a sample), no memory used."""
+    kind, made = config["model_type"], model.config
+    if kind in ("vit", "swin"):
+        size, patch = made.image_size, made.patch_size
+        inputs = {"pixel_values": torch.zeros(BATCH, 3, size, size, device="meta")}
+        length = (size // patch) ** 2 + (kind == "vit")
+    else:
+        ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
+        inputs, length = {"input_ids": ids}, LENGTH
+        if kind == "t5":
+            inputs["decoder_input_ids"] = ids
+        elif kind not in ("bert", "bloom", "mpt", "opt", "xglm", "biogpt"):
+            # a mask of its own keeps the model from asking what the one it makes would hold
+            inputs["attention_mask"] = torch.zeros(BATCH, 1, LENGTH, LENGTH, device="meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs, **({} if kind in ("vit", "swin", "bert") else {"use_cache": False}))
+    return counter.get_total_flops(), length
+
+
+def unmasked_flops(graph: BlockGraph, length: int) -> float:
+    """Forward FLOPs of a sample with whole score matrices: torch counts them, masks or not."""
+    total = forward_flops(graph, length)
+    for block in (graph.classes[index] for index in graph.layers):
+        tokens = length * block.token_fraction
+        if block.attention is not None and block.attention.causal:
+            size = block.attention.head_dim + block.attention.value_head_dim
+            hidden = tokens - keys_seen(block.attention, tokens)
+            total += 2.0 * block.attention.num_heads * size * hidden * tokens
+    return total
+
+
+@pytest.mark.parametrize(
+    "model_type", [name for name in supported_model_types() if not _experts(name)]
+)
+def test_flops_of_every_architecture_on_meta(model_type: str) -> None:
+    config = small(model_type, {})
+    model = build_on_meta(config, attn_implementation="eager")
+    counted, length = counted_on_meta(config, model)
+    ours = BATCH * unmasked_flops(load_graph(config), length)
+    assert ours == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("model_type", [name for name in supported_model_types() if _experts(name)])
+def test_flops_of_every_mixture(model_type: str) -> None:
+    """On the CPU: which tokens an expert gets is data, and its products are counted one by one."""
+    config = {**small(model_type, {}), **NARROW.get(model_type, {}), **NARROW[""]}
+    made = AutoConfig.for_model(**config)
+    model = AutoModelForCausalLM.from_config(
+        made, attn_implementation="eager", experts_implementation="eager"
+    )
+    ids = torch.randint(0, 500, (BATCH, LENGTH))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False)
+    ours = BATCH * unmasked_flops(load_graph(config), LENGTH)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 

@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from ds_autoplan.model.architectures import ARCHITECTURES
+
 DEGREES = (
     (2, 1, 1),
     (4, 1, 1),
@@ -203,6 +205,45 @@ def full_grid() -> list[dict[str, Any]]:
     return cases
 
 
+def other_decoders() -> list[str]:
+    """Dense decoders of the table that have no variant above."""
+    covered = {variant.model for variant in VARIANTS.values()}
+    return sorted(
+        name
+        for name, row in ARCHITECTURES.items()
+        if row.experts is None and not row.latent and name not in covered
+    )
+
+
+# (tp, pp, dp), ZeRO stage, sequence parallel, checkpointing: every part of the runtime once.
+OTHERS = (
+    ((2, 2, 1), 1, True, "selective"),
+    ((4, 1, 1), 0, True, "full"),
+    ((2, 1, 2), 2, False, "none"),
+    ((1, 2, 2), 1, False, "none"),
+)
+
+
+def other_grid(settings: int) -> list[dict[str, Any]]:
+    """Each of :func:`other_decoders` under the first so many of OTHERS."""
+    return [
+        {
+            "name": f"{model} tp{tp} pp{pp} dp{dp}",
+            "model": model,
+            "tp": tp,
+            "pp": pp,
+            "dp": dp,
+            "zero_stage": zero_stage,
+            "sequence_parallel": parallel,
+            "activation_checkpointing": checkpointing,
+            "steps": 3,
+        }
+        for model in other_decoders()
+        for (tp, pp, dp), zero_stage, parallel, checkpointing in OTHERS[:settings]
+    ]
+
+
 if __name__ == "__main__":
-    for entry in small_grid() if sys.argv[1] == "small" else full_grid():
+    grids = {"small": small_grid(), "full": full_grid() + other_grid(len(OTHERS))}
+    for entry in grids[sys.argv[1]]:
         print(json.dumps(entry))

@@ -14,10 +14,10 @@ from ds_autoplan.integrations.verification.trial import run_trial
 from ds_autoplan.cli import main
 from ds_autoplan.verify import Case, Result, _prepare, parse_case, verify
 from tests.distributed.by_hand import plan_by_hand
-from tests.distributed.grids import full_grid, small_grid
+from tests.distributed.grids import OTHERS, full_grid, other_grid, small_grid
 
-SMALL = {case["name"]: case for case in small_grid()}
-FULL = {case["name"]: case for case in full_grid()}
+SMALL = {case["name"]: case for case in small_grid() + other_grid(1)}
+FULL = {case["name"]: case for case in full_grid() + other_grid(len(OTHERS))}
 LIMIT_S = 240.0
 TINY = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 

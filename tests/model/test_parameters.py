@@ -103,7 +103,7 @@ COMPLETE: dict[str, dict[str, Any]] = {
 }
 
 
-def build_on_meta(config: dict[str, Any]) -> Any:
+def build_on_meta(config: dict[str, Any], **how: Any) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     plain = dict(config)
@@ -115,7 +115,7 @@ def build_on_meta(config: dict[str, Any]) -> Any:
         "swin": transformers.AutoModelForImageClassification,
     }.get(made.model_type, transformers.AutoModelForCausalLM)
     with torch.device("meta"):
-        return factory.from_config(made)
+        return factory.from_config(made, **how)
 
 
 def small(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:

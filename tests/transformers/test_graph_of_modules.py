@@ -10,10 +10,14 @@ from ds_autoplan.integrations.transformers.graph_of_modules import (
     graph_of_modules,
     graph_of_structure,
 )
+from ds_autoplan.integrations.transformers.stock import embedding_factor
 from ds_autoplan.integrations.transformers.structure import analyse
+from ds_autoplan.integrations.verification.small import small_config
+from ds_autoplan.integrations.verification.training import Job, build_model
 from torch import nn
 
 from ds_autoplan.errors import UnsupportedError
+from ds_autoplan.model.architectures import ARCHITECTURES
 from ds_autoplan.model.load import graph_of_config
 
 TINY = {
@@ -40,10 +44,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": TINY,
     "gpt2": GPT2,
     "opt": TINY | {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": 101},
-}
-NOT_OFFLINE = {
-    "gpt_bigcode": GPT2,
     "xglm": {
         "d_model": 32,
         "ffn_dim": 48,
@@ -52,6 +52,11 @@ NOT_OFFLINE = {
         "vocab_size": 101,
     },
     "biogpt": TINY,
+    "persimmon": TINY,
+    "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": 101},
+}
+NOT_OFFLINE = {
+    "gpt_bigcode": GPT2,
 }
 
 
@@ -86,6 +91,25 @@ def test_modules_and_config_give_the_same_blocks(model_type: str) -> None:
     assert read.num_parameters == table.num_parameters
 
 
+DENSE = sorted(
+    name for name, row in ARCHITECTURES.items() if row.experts is None and not row.latent
+)
+
+
+@pytest.mark.parametrize("model_type", DENSE)
+def test_offline_plans_split_what_the_runtime_splits(model_type: str) -> None:
+    config = small_config({"model_type": model_type}, model_type, 2, 2, {})
+    job = Job(config, world=4, accumulation=1, steps=1, samples=1, seq_length=8)
+    structure = analyse(build_model(job))
+    table = graph_of_config(config, model_type)
+    assert structure.tensor_refusal == table.tensor_refusal == ""
+    assert structure.pipeline_refusal == table.pipeline_refusal == ""
+    for block, index in zip(structure.blocks, table.layers, strict=True):
+        assert block.attention is not None and block.mlp is not None
+        expected = {"attention", "mlp"} if block.attention.shardable else {"mlp"}
+        assert table.classes[index].shardable == expected
+
+
 @pytest.mark.parametrize("model_type", CONFIGS | NOT_OFFLINE)
 def test_every_weight_is_counted_once(model_type: str) -> None:
     model = _model(model_type, (CONFIGS | NOT_OFFLINE)[model_type])
@@ -118,3 +142,49 @@ def test_a_declared_style_that_contradicts_the_structure_refuses() -> None:
     for holder in (model.base_model, model):
         holder._tp_plan = {"model.layers.*.self_attn.q_proj": "rowwise"}
     assert "declared rowwise" in analyse(model).tensor_refusal
+
+
+class Doubled(nn.Linear):
+    """A linear that does more than its weight says, as adapters do."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Twice the product."""
+        return 2 * super().forward(given)
+
+
+class Renamed(nn.Linear):
+    """A linear with a forward of its own that is a plain product (as Falcon's)."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        return given @ self.weight.t()
+
+
+def test_a_linear_that_does_more_than_its_weight_says_is_not_replaced() -> None:
+    for kind, refused in ((Doubled, True), (Renamed, False)):
+        model = _model("llama", TINY)
+        model.model.layers[1].mlp.up_proj = kind(32, 48, bias=False)
+        refusal = analyse(model).tensor_refusal
+        assert ("model.layers.1.mlp.up_proj: Doubled computes something else" in refusal) == refused
+        assert bool(refusal) == refused
+
+
+def test_an_embedding_that_does_more_than_scale_is_not_split() -> None:
+    class Shifted(nn.Embedding):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) + 1
+
+    model = _model("llama", TINY)
+    model.set_input_embeddings(Shifted(101, 32))
+    assert "model.embed_tokens: Shifted computes something else" in analyse(model).tensor_refusal
+
+
+def test_the_factor_of_a_scaled_embedding_is_known() -> None:
+    for model_type, rounded in (("biogpt", False), ("gemma3_text", True), ("llama", None)):
+        factor, refusal = embedding_factor(_model(model_type, TINY).get_input_embeddings())
+        assert refusal == ""
+        expected = None if rounded is None else 32**0.5
+        assert (factor is None) == (expected is None)
+        if factor is not None:
+            assert isinstance(factor, torch.Tensor) == rounded
+            assert float(factor) == pytest.approx(expected)
