@@ -369,6 +369,10 @@ def _assumptions(
         f"{kept / GB:.1f} of {total / GB:.1f} GB per device stay free",
         "mfu counts the model's own FLOPs (no recomputation), causal attention at half",
     ]
+    if any(o.kind == "state_space" for block in graph.classes for o in block.operators):
+        notes.append(
+            "state-space and convolution mixers are priced by what they move, uncalibrated"
+        )
     world = topology.num_devices
     if workload.backend == "deepspeed" and workload.global_batch_size % world:
         notes.append(

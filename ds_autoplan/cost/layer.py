@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 from ds_autoplan.cost.interface import LayerCost
 from ds_autoplan.cost.memory import activation_bytes
 from ds_autoplan.cost.setting import Detail, Pass, Setting
-from ds_autoplan.cost.shapes import Gemm, LocalBlock, attention_flops, local_block
+from ds_autoplan.cost.shapes import (
+    Gemm,
+    LocalBlock,
+    attention_flops,
+    local_block,
+    mixer_elements,
+)
 from ds_autoplan.cost.sharing import shared_state
 from ds_autoplan.model.graph import BlockClass
 from ds_autoplan.strategy import Degrees, Strategy
@@ -227,6 +233,7 @@ def streamed_bytes(
             block.attention.num_heads + block.attention.num_kv_heads
         )
         moved += 2.0 * tokens * width * e / local.tp_attention
+    moved += 2.0 * tokens * mixer_elements(block) * e
     mlp = block.mlp
     if mlp is not None:
         inner = mlp.shared_intermediate_size + mlp.intermediate_size * max(1, mlp.top_k)

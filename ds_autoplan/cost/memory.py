@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ds_autoplan.cost.eager import eager_bytes_per_token, keeps_of
 from ds_autoplan.cost.frameworks import Framework
-from ds_autoplan.cost.shapes import split_ways
+from ds_autoplan.cost.shapes import mixer_elements, split_ways
 from ds_autoplan.model.graph import BlockClass
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
@@ -109,6 +109,7 @@ def activation_bytes(
         mlp = _fused_mlp(block, hidden, e, saved, ways[1], degrees.tp, framework)
         kept += core + mlp
         again = mlp if framework.selective_mlp else scores
+    kept += e * mixer_elements(block)
     if strategy.activation_checkpointing == "full":
         return tokens * hidden * e / sequence_ways, tokens * kept
     if strategy.activation_checkpointing == "selective":

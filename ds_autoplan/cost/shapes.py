@@ -136,6 +136,21 @@ def local_block(
     )
 
 
+def mixer_elements(block: BlockClass) -> float:
+    """Elements per token that a state space or a convolution keeps and moves beside its linears.
+
+    A convolution its input and output; a scan (or a gate) the value, the step and the gate of each
+    feature. Fused kernels are assumed; not calibrated.
+    """
+    width = 0.0
+    for operator in block.operators:
+        if operator.kind == "convolution":
+            width += 2.0 * operator.out_features
+        elif operator.kind == "state_space":
+            width += 3.0 * operator.out_features
+    return width
+
+
 def attended_keys(attention: Attention, seq_length: float) -> float:
     """Mean number of keys that one query meets, after causal mask and window."""
     reach = min(seq_length, attention.window or seq_length)

@@ -25,7 +25,7 @@ def block_forward_flops(block: BlockClass, seq_length: float) -> float:
     tokens = seq_length * block.token_fraction
     per_token = 0.0
     for operator in block.operators:
-        if operator.kind in ("linear", "router", "convolution"):
+        if operator.kind in ("linear", "router", "convolution", "state_space"):
             per_token += 2.0 * operator.in_features * operator.out_features
         elif operator.kind == "experts" and block.mlp is not None:
             per_token += 2.0 * operator.in_features * operator.out_features * block.mlp.top_k

@@ -11,9 +11,11 @@ from typing import Any
 from ds_autoplan.errors import BadInputError, UnsupportedError
 from ds_autoplan.model.architectures import ARCHITECTURES
 from ds_autoplan.model.build import build_decoder
-from ds_autoplan.model.encoders import BUILDERS
+from ds_autoplan.model.encoders import BUILDERS as ENCODERS
 from ds_autoplan.model.graph import BlockGraph
+from ds_autoplan.model.hybrids import BUILDERS as HYBRIDS
 
+BUILDERS = {**ENCODERS, **HYBRIDS}
 _DATA = Path(__file__).parent / "data"
 
 

@@ -177,6 +177,8 @@ class BlockPatterns:
 
         Each node and each edge is priced once; a pattern's price is their sum.
         """
+        if not self.nodes:  # a mixer and experts only: nothing for these patterns to split
+            return 0, []
         last = len(self.nodes) - 1
         prices = [{name: self.node_price(node, name) for name in node.legal} for node in self.nodes]
         edges = [

@@ -39,8 +39,10 @@ def unlike_linear(module: nn.Module) -> str:
     given = torch.linspace(-1.0, 1.0, 2 * matrix.shape[1], device=weight.device)
     given = given.reshape(2, -1).to(weight.dtype)
     with torch.no_grad():
-        expected = functional.linear(given, matrix, bias)
-        return _difference(kind.__name__, module(given), expected)
+        try:
+            return _difference(kind.__name__, module(given), functional.linear(given, matrix, bias))
+        except (RuntimeError, ValueError, TypeError) as error:  # packed weights, other arguments
+            return f"{kind.__name__} cannot be tried ({error})"
 
 
 def embedding_factor(embedding: nn.Module) -> tuple[float | Tensor | None, str]:

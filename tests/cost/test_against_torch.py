@@ -37,6 +37,7 @@ GPT = {
 }
 # Widths that let mixtures run on a CPU.
 NARROW: dict[str, dict[str, Any]] = {
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
     "": {
         "hidden_size": 64,
         "num_attention_heads": 4,
@@ -72,7 +73,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _experts(model_type: str) -> bool:
-    return model_type in ARCHITECTURES and ARCHITECTURES[model_type].experts is not None
+    return (
+        model_type == "jamba"
+        or model_type in ARCHITECTURES
+        and ARCHITECTURES[model_type].experts is not None
+    )
 
 
 def build(model_type: str) -> Any:

@@ -64,6 +64,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"use_qkv_bias": True, "num_key_value_heads": 8},
         {"qk_layernorm": True, "use_parallel_residual": True},
     ],
+    "jamba": [
+        {"num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 1},
+        {"mamba_proj_bias": True, "mamba_dt_rank": 7, "tie_word_embeddings": True},
+    ],
+    "lfm2": [
+        {"layer_types": ["conv", "full_attention", "conv"] * 2, "conv_bias": True},
+        {"full_attn_idxs": [2], "block_auto_adjust_ff_dim": False},
+    ],
     "starcoder2": [{"use_bias": False, "tie_word_embeddings": False}],
     "cohere": [{"use_qk_norm": True, "num_key_value_heads": 8}],
     "olmo2": [{"num_key_value_heads": 8, "attention_bias": True}],
