@@ -130,7 +130,7 @@ def test_experts_spread_under_the_megatron_backend() -> None:
         ("t5-large", "1x8xA100-SXM-80GB", 512, 64),
         ({"model_type": "jamba"}, "4x8xH100-SXM-80GB", 4096, 256),
         ({"model_type": "lfm2"}, "1x8xA100-SXM-80GB", 4096, 64),
-        ({"model_type": "deepseek_v2"}, "4x8xH100-SXM-80GB", 4096, 256),
+        ({"model_type": "deepseek_v2", "num_experts_per_tok": 6}, "4x8xH100-SXM-80GB", 4096, 256),
         ({"model_type": "gpt_oss"}, "4x8xH100-SXM-80GB", 4096, 256),
         ("bert-huge", "1x8xV100-SXM2-32GB", 512, 64),
         ("vit-huge", "1x8xV100-SXM2-32GB", 197, 512),
