@@ -26,6 +26,7 @@ from ds_autoplan.integrations.deepspeed.engine import AutoplanEngine
 from ds_autoplan.integrations.deepspeed.failure import fail_together, report_on_rank_0
 from ds_autoplan.integrations.deepspeed.measure import StepClock, base_bytes
 from ds_autoplan.integrations.deepspeed.optimizers import check_optimizer, keep_owned
+from ds_autoplan.integrations.deepspeed.partitioned import make_whole
 from ds_autoplan.integrations.deepspeed.pipeline import AutoplanPipelineEngine, StageModule
 from ds_autoplan.integrations.deepspeed.planning import plan_together
 from ds_autoplan.integrations.deepspeed.replica import Replica
@@ -101,6 +102,7 @@ def initialize(
         if autoplan.report is not None and dist.get_rank() == 0:
             check_writable(autoplan.report)
         batch = batch_settings(ds_config, dist.get_world_size())
+        make_whole(model)
         structure, refusal = _structure(model)
         plan = plan_together(model, structure, refusal, ds_config, autoplan, batch)
         parameters = _listed(model_parameters)

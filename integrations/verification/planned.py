@@ -123,14 +123,10 @@ def _forget_zero_3() -> None:
     one and ranks with the other fill ZeRO-2's buckets with different parameters.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import (
-        Init,
-        InsertPostInitMethodToModuleSubClasses,
-    )
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from ds_autoplan.integrations.deepspeed.partitioned import forget_linear
 
-    plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
-    if plain is not None:
-        torch.nn.functional.linear = plain
+    forget_linear()
     Init.param_id = 0
     (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
     count[0] = 0

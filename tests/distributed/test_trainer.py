@@ -17,6 +17,12 @@ pytestmark = pytest.mark.distributed
 
 WORLD, MICRO, LAYERS = 4, 2, 4
 SCRIPT = "tests.distributed.scripts.trainer:train"
+ZERO_3 = {
+    "stage": 3,
+    "stage3_gather_16bit_weights_on_model_save": True,
+    "stage3_param_persistence_threshold": 0,
+}
+RESUME = "tests.distributed.scripts.trainer:resume"
 ACCELERATE = "tests.distributed.scripts.with_accelerate:train"
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -114,6 +120,50 @@ def test_same_log_and_same_checkpoint(
             assert result[name] == pytest.approx(expected[name], rel=1e-5), f"{name}, rank {rank}"
         for name in ("names", "steps", "batch"):
             assert result[name] == expected[name], f"{name}, rank {rank}"
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(p, marks=[] if p == "tp2xpp2" else [pytest.mark.full]) for p in PLANS]
+)
+def test_a_trainer_resumes_from_its_checkpoint(pool: Pool, plan: str, tmp_path: Path) -> None:
+    planned = plan_by_hand(LAYERS, global_batch_size=MICRO * WORLD, **PLANS[plan])
+    planned.save(tmp_path / "plan.json")
+    zero = {"stage": PLANS[plan].get("zero_stage", 0)}
+    config = deepspeed_config(
+        autoplan={"plan": str(tmp_path / "plan.json")}, zero_optimization=zero
+    )
+    for result in pool.run(RESUME, str(tmp_path / "model"), config, 1):
+        assert len(result["whole"]) == 4
+        assert result["resumed"] == pytest.approx(result["whole"], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def loaded(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    """A checkpoint, and what training on from it gives under DeepSpeed's ZeRO-3 alone."""
+    folder = tmp_path_factory.mktemp("loaded")
+    start = str(folder / "start")
+    pool.run(SCRIPT, start, deepspeed_config(), 1)
+    config = deepspeed_config(zero_optimization=ZERO_3)
+    return start, pool.run(SCRIPT, str(folder / "plain"), config, 1, start=start)
+
+
+@pytest.mark.parametrize("plan", ["tp2xdp2_zero3", "tp2xpp2", "tp2xdp2_cut_zero2"])
+def test_a_model_loaded_under_zero_3(
+    pool: Pool, loaded: tuple[str, list[Any]], plan: str, tmp_path: Path
+) -> None:
+    """Transformers cuts it over all ranks before DeepSpeed is called; the plan cuts otherwise."""
+    planned = plan_by_hand(LAYERS, global_batch_size=MICRO * WORLD, **PLANS[plan])
+    planned.save(tmp_path / "plan.json")
+    config = deepspeed_config(
+        autoplan={"plan": str(tmp_path / "plan.json")}, zero_optimization=ZERO_3
+    )
+    start, plain = loaded
+    results = pool.run(SCRIPT, str(tmp_path / "model"), config, 1, start=start)
+    for result, expected in zip(results, plain, strict=True):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=2e-5)
+        for name in ("eval_loss", "reopened"):
+            assert result[name] == pytest.approx(expected[name], rel=1e-5), name
+        assert result["names"] == expected["names"]
 
 
 @pytest.fixture(scope="module")

@@ -44,38 +44,16 @@ def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 def train(folder: str, config: dict[str, Any], accumulation: int, **more: Any) -> dict[str, Any]:
     """Train, evaluate, save; returns the log, and the loss of the saved checkpoint opened again."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    model = make_model()
-    arguments = TrainingArguments(
-        output_dir=folder,
-        deepspeed=config,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=3,
-        gradient_accumulation_steps=accumulation,
-        max_steps=4,
-        learning_rate=5e-3,
-        weight_decay=0.1,
-        max_grad_norm=0.7,
-        warmup_steps=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=not torch.cuda.is_available(),
-        disable_tqdm=True,
-        **more,
-    )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=Bytes("argparse.py", 200),
-        eval_dataset=Bytes("ast.py", 21),
-        data_collator=collate,
-    )
+    trainer = make_trainer(folder, config, accumulation, **more)
+    arguments = trainer.args
     trainer.train()
     metrics = trainer.evaluate()
     trainer.save_model(folder)
     dist.barrier()
+    unset_hf_deepspeed_config()  # else ZeRO-3's JSON has the opened one cut, too
     again = AutoModelForCausalLM.from_pretrained(folder).eval()
     batch = collate([Bytes("bisect.py", 8)[i] for i in range(8)])
     with torch.no_grad():
@@ -92,6 +70,55 @@ def train(folder: str, config: dict[str, Any], accumulation: int, **more: Any) -
         "steps": trainer.state.global_step,
         "batch": (arguments.train_batch_size, trainer._train_batch_size),
     }
+
+
+def resume(folder: str, config: dict[str, Any], accumulation: int) -> dict[str, Any]:
+    """Losses of four steps with a checkpoint after two, and of a new trainer that goes on there."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    found = []
+    for start in (None, f"{folder}/checkpoint-2"):
+        trainer = make_trainer(folder, config, accumulation, **saving)
+        trainer.train(resume_from_checkpoint=start)
+        log = trainer.state.log_history
+        found.append([entry["loss"] for entry in log if "loss" in entry])
+        dist.barrier()
+    return {"whole": found[0], "resumed": found[1]}
+
+
+def make_trainer(
+    folder: str, config: dict[str, Any], accumulation: int, start: str | None = None, **more: Any
+) -> Any:
+    """The trainer of this script, with a new model, or one that is loaded from `start`.
+
+    As in most scripts the arguments come first: a model made after them is cut where the JSON says
+    ZeRO-3.
+    """
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=folder,
+        deepspeed=config,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=accumulation,
+        max_steps=4,
+        learning_rate=5e-3,
+        weight_decay=0.1,
+        max_grad_norm=0.7,
+        warmup_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        **{"save_strategy": "no", **more},
+    )
+    return Trainer(
+        model=make_model() if start is None else AutoModelForCausalLM.from_pretrained(start),
+        args=arguments,
+        train_dataset=Bytes("argparse.py", 200),
+        eval_dataset=Bytes("ast.py", 21),
+        data_collator=collate,
+    )
 
 
 def make_model() -> Any:
