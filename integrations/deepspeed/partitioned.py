@@ -3,7 +3,8 @@
 Where the JSON says stage 3, Transformers builds and loads a model inside `deepspeed.zero.Init` (as
 soon as `TrainingArguments` exist): every parameter is cut over all ranks when it is made. A plan
 decides itself what is cut over which ranks, so the parameters are gathered here and lose what
-DeepSpeed attached to them. They stay the same objects. Every rank holds the whole model then.
+DeepSpeed attached to them. They stay the same objects. Every process holds the whole model then,
+in its own memory and not on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def make_whole(model: nn.Module) -> bool:
     cut = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     for parameter in cut:
         parameter.all_gather(param_list=[parameter])
-        whole = parameter.data.clone()
+        whole = parameter.data.to("cpu", copy=True)
         for name in list(vars(parameter)):
             if name.startswith("ds_") or name in ATTACHED:
                 delattr(parameter, name)
