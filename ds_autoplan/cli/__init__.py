@@ -42,6 +42,14 @@ class Parser(argparse.ArgumentParser):
         raise BadInputError(f"{self.prog}: {message}.", "", hint)
 
 
+    def check_options(self, words: Sequence[str]) -> None:
+        """Name a misspelt option before the one that is missing for it."""
+        for word in words:
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in ("--", *self._option_string_actions):
+                self.error(f"unrecognized arguments: {word}")
+
+
 def available() -> dict[str, tuple[str, str]]:
     """The commands whose module is installed."""
     return {
@@ -92,6 +100,7 @@ def _dispatch(words: list[str]) -> int:
         allow_abbrev=False,
     )
     module.configure(parser)
+    parser.check_options(words[1:])
     status: int = module.run(parser.parse_args(words[1:]))
     return status
 

@@ -160,6 +160,7 @@ BAD: list[tuple[list[str], str]] = [
     (["pln"], "Did you mean 'plan'?"),
     (["plan"], "required: --model"),
     (["plan", *JOB, "--modle", "x"], "Did you mean --model?"),
+    (["plan", "--modle", "x"], "Did you mean --model?"),
     (["plan", *JOB, "--precision", "bf61"], "invalid choice: 'bf61'"),
     (["plan", *JOB, "--model", "llama-2-8b"], "Did you mean"),
     (["plan", *JOB, "--cluster", "1x8xH1000"], "H1000"),
