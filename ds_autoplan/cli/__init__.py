@@ -41,7 +41,6 @@ class Parser(argparse.ArgumentParser):
             hint = f"Did you mean {near[0]}? {hint}" if near else hint
         raise BadInputError(f"{self.prog}: {message}.", "", hint)
 
-
     def check_options(self, words: Sequence[str]) -> None:
         """Name a misspelt option before the one that is missing for it."""
         for word in words:
