@@ -9,7 +9,7 @@ where fewer layers may need more memory).
 
 from __future__ import annotations
 
-from ds_autoplan.search.mix import Mix, Mixer, Room
+from ds_autoplan.search.mix import Mix, Mixer, Room, room_of
 from ds_autoplan.search.problem import (
     Choice,
     Problem,
@@ -68,10 +68,7 @@ class _Builder:
         pairs = zip(self.counts[end], self.counts[first], strict=True)
         counts = tuple(after - before for after, before in pairs)
         carried = self.problem.carried(first)
-        own = self.problem.stages[stage]
-        kept = own.activation_bytes + carried
-        budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
-        return counts, Room(own.in_flight, budget, own.workspace_bytes), carried
+        return counts, room_of(self.problem, stage, carried), carried
 
     def time(self, stage: int, first: int, end: int) -> float:
         """T_s of layers first..end-1 on `stage` at their fastest; infinite where none fits."""

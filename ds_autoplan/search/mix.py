@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ds_autoplan.search.problem import Choice
+from ds_autoplan.search.problem import Choice, Problem
 
 _RELATIVE = 1e-12  # rounding allowance of sums, far below the 1e-6 that optima are compared at
 
@@ -59,6 +59,14 @@ class Room:
     in_flight: float
     budget: float
     workspace_floor: float
+
+
+def room_of(problem: Problem, stage: int, carried: float) -> Room:
+    """What `stage` offers its layers where the cut before it carries that many bytes."""
+    own = problem.stages[stage]
+    kept = own.activation_bytes + carried
+    budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
+    return Room(own.in_flight, budget, own.workspace_bytes)
 
 
 class Mixer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ds_autoplan.search.mix import Mix, Mixer, Room
+from ds_autoplan.search.mix import Mix, Mixer, room_of
 from ds_autoplan.search.problem import Problem, fastest_times, prefix_counts
 
 RELATIVE = 1e-12
@@ -120,7 +120,7 @@ class Stages:
             cut = self.least_cut_s if stage < len(self.problem.stages) - 1 else 0.0
             found = self.mixer.frontier(
                 counts,
-                self._room(stage, carried),
+                room_of(self.problem, stage, carried),
                 self.longest_s - own.time_s - cut,
                 self.per_step_floor_s - own.per_step_s,
             )
@@ -133,13 +133,6 @@ class Stages:
             return (end - first,)
         pairs = zip(self.counts[end], self.counts[first], strict=True)
         return tuple(after - before for after, before in pairs)
-
-    def _room(self, stage: int, carried: float) -> Room:
-        """What `stage` offers its layers where the cut before it carries that many bytes."""
-        own = self.problem.stages[stage]
-        kept = own.activation_bytes + carried
-        budget = own.capacity_bytes - own.state_bytes - own.in_flight * kept
-        return Room(own.in_flight, budget, own.workspace_bytes)
 
     def _windows(self) -> list[tuple[int, int]] | None:
         """For each stage the positions where it may start, from the limit on a stage's time."""
@@ -155,7 +148,9 @@ class Stages:
             if not alike:
                 return True  # fewer layers may cost more: only what holds for both is used
             cut = self.least_cut_s if stage < count - 1 else 0.0
-            mixed = self.mixer.relaxed_s(self._counts(first, end), self._room(stage, 0.0))
+            mixed = self.mixer.relaxed_s(
+                self._counts(first, end), room_of(self.problem, stage, 0.0)
+            )
             return mixed + own.time_s + cut <= self.longest_s
 
         def longer(stage: int, first: int, taken: int) -> bool:
