@@ -60,7 +60,7 @@ def traffic_s(cost: AnalyticCostModel, degrees: Degrees) -> float:
     """Communication seconds of a step under a cost model."""
     strategy = Strategy(sequence_parallel=degrees.tp > 1)
     layers = cost.graph.num_layers
-    stage = StageAssignment(0, layers - 1, (strategy,) * layers)
+    stage = StageAssignment(tuple(range(layers)), (strategy,) * layers)
     parts = cost.step(degrees, (stage,), "shard").breakdown_s
     return parts["tp"] + parts["dp"]
 

@@ -17,7 +17,7 @@ from ds_autoplan.plan import LayerPlan, Plan, SolverReport, StagePlan
 from ds_autoplan.search.options import DEFAULT_RESERVE, PlanOptions
 from ds_autoplan.search.pricing import Pricer
 from ds_autoplan.search.solve import Outcome, Progress, Solved, search
-from ds_autoplan.search.space import Space, enumerate_space, interleaved_cut
+from ds_autoplan.search.space import Space, enumerate_space, stage_order
 from ds_autoplan.workload import BACKENDS, PRECISIONS, Workload
 
 if TYPE_CHECKING:
@@ -272,8 +272,9 @@ def recost(graph: BlockGraph, cost: CostModel, solved: Solved) -> StepEstimate:
     from ds_autoplan.cost.interface import StageAssignment
 
     bounds, chosen = solved.solution.bounds, solved.solution.chosen
+    order = stage_order(graph.num_layers, solved.candidate.degrees)
     stages = tuple(
-        StageAssignment(first, end - 1, tuple(choice.strategy for choice in chosen[first:end]))
+        StageAssignment(order[first:end], tuple(choice.strategy for choice in chosen[first:end]))
         for first, end in zip(bounds, bounds[1:], strict=False)
     )
     return cost.step(solved.candidate.degrees, stages, solved.candidate.vocabulary)
@@ -321,16 +322,13 @@ def _stage_plans(solved: Solved, estimate: StepEstimate, capacity: float) -> tup
 def _layer_plans(graph: BlockGraph, solved: Solved) -> tuple[LayerPlan, ...]:
     degrees, bounds = solved.candidate.degrees, solved.solution.bounds
     names = graph.layer_names or ("",) * graph.num_layers
-    less = interleaved_cut(graph.num_layers, degrees.pp, degrees.vpp) or (0, 0)
-    chunk = (graph.num_layers + sum(less)) // (degrees.pp * degrees.vpp)
-    layers = []
-    stage = 0
-    for index, choice in enumerate(solved.solution.chosen):
-        while index >= bounds[stage + 1]:
-            stage += 1
-        place = (index + less[0]) // chunk % degrees.pp if degrees.vpp > 1 else stage
-        layers.append(LayerPlan(index, names[index], place, choice.strategy))
-    return tuple(layers)
+    order = stage_order(graph.num_layers, degrees)
+    stages = [stage for stage, end in enumerate(bounds[1:]) for _ in range(bounds[stage], end)]
+    layers = [
+        LayerPlan(index, names[index], stage, choice.strategy)
+        for index, stage, choice in zip(order, stages, solved.solution.chosen, strict=True)
+    ]
+    return tuple(sorted(layers, key=lambda layer: layer.index))
 
 
 def _why(best: StepEstimate, other: StepEstimate) -> str:

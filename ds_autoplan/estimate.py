@@ -32,7 +32,7 @@ def even_cut(layers: int, pp: int, strategy: Strategy) -> tuple[StageAssignment,
         counts[stage] += 1
     stages, first = [], 0
     for count in counts:
-        stages.append(StageAssignment(first, first + count - 1, (strategy,) * count))
+        stages.append(StageAssignment(tuple(range(first, first + count)), (strategy,) * count))
         first += count
     return tuple(stages)
 

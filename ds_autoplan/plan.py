@@ -25,6 +25,9 @@ SCHEMA_VERSION = 1
 class StagePlan:
     """One pipeline stage: layers `first_layer`..`last_layer`, both included.
 
+    Interleaved (vpp > 1), these count the layers stage by stage; which they are is what each
+    layer's own `stage` says.
+
     `time_s` is forward plus backward of one micro-batch; `peak_bytes` is per rank; `memory`
     itemises it (parameters, gradients, optimizer, activations, workspace, overhead; bytes per
     rank).

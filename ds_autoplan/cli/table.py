@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_autoplan.explain import layer_groups
-from ds_autoplan.plan import Plan
+from ds_autoplan.plan import Plan, StagePlan
 
 GB = 1e9
 
@@ -96,7 +96,7 @@ def _stages(plan: Plan) -> str:
     rows = [
         [
             index,
-            f"{stage.first_layer}-{stage.last_layer}",
+            _span(stage, plan.degrees.vpp),
             seconds(stage.time_s),
             f"{stage.peak_bytes / GB:.1f}",
             f"{stage.margin_bytes / GB:.1f}",
@@ -109,6 +109,12 @@ def _stages(plan: Plan) -> str:
         for index, stage in enumerate(plan.stages)
     ]
     return table(["stage", "layers", "micro-batch", "peak GB", "margin GB", "of which"], rows)
+
+
+def _span(stage: StagePlan, vpp: int) -> str:
+    if vpp > 1:
+        return f"{stage.last_layer - stage.first_layer + 1} in {vpp} chunks"
+    return f"{stage.first_layer}-{stage.last_layer}"
 
 
 def _layers(plan: Plan) -> str:

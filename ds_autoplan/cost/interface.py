@@ -56,10 +56,9 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Layers `first`..`last` (both included) with one strategy each."""
+    """The layers of one stage in the order in which they run, with one strategy each."""
 
-    first: int
-    last: int
+    layers: tuple[int, ...]
     strategies: tuple[Strategy, ...]
 
 

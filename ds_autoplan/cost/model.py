@@ -254,7 +254,7 @@ class AnalyticCostModel:
         strategies = stage.strategies
         parts = [
             self._block(self.graph.layers[layer], strategy, degrees)
-            for layer, strategy in zip(range(stage.first, stage.last + 1), strategies, strict=True)
+            for layer, strategy in zip(stage.layers, strategies, strict=True)
         ]
         sequence = [strategy.sequence_parallel for strategy in strategies]
         if index == 0:
@@ -263,7 +263,7 @@ class AnalyticCostModel:
         if index == len(stages) - 1:
             parts.append(self._end("head", degrees, vocabulary, sequence[-1]))
         else:
-            crossing = sum(self.graph.cut_elements[stage.last + 1])
+            crossing = sum(self.graph.cut_after(stage.layers[-1]))
             boundary = self.boundary_s(degrees, strategies[-1], crossing)
         relayout = sum(
             self.relayout_s(before, after, degrees)
@@ -273,7 +273,7 @@ class AnalyticCostModel:
         details = [detail for _, detail in parts]
         time_s = sum(c.forward_s + c.backward_s for c in costs) + boundary + relayout
         in_flight = self.in_flight(index, degrees)
-        skipped = self.graph.cut_elements[stage.first][1] if index else 0.0
+        skipped = self.graph.cut_elements[stage.layers[0]][1] if index else 0.0
         carried = skipped * self.setting.tokens(degrees) * self.setting.element
         amounts = (
             sum(c.parameter_bytes for c in costs),

@@ -85,10 +85,12 @@ def _read_planned(data: dict[str, Any]) -> Row:
     """A run that holds its plan: the graph, cluster, cut and strategies are the plan's own."""
     plan = Plan.from_json(data["plan"])
     inputs = recall(plan)
-    strategies = [layer.strategy for layer in plan.layers]
+    own = [[layer for layer in plan.layers if layer.stage == at] for at in range(plan.degrees.pp)]
     stages = tuple(
-        StageAssignment(first, end - 1, tuple(strategies[first:end]))
-        for first, end in plan.stage_bounds
+        StageAssignment(
+            tuple(layer.index for layer in layers), tuple(layer.strategy for layer in layers)
+        )
+        for layers in own
     )
     measured = data["measured"]
     peak, unit = measured.get("peak_mem_gb"), str(measured.get("peak_mem_unit") or "GiB")
@@ -348,12 +350,12 @@ def stages_of(
     """An even cut; with `ends_count` the embedding and the head each count as a layer."""
     if not ends_count or pp == 1:
         return even_cut(layers, pp, strategy)
-    counts = [stage.last - stage.first + 1 for stage in even_cut(layers + 2, pp, strategy)]
+    counts = [len(stage.layers) for stage in even_cut(layers + 2, pp, strategy)]
     counts[0] -= 1
     counts[-1] -= 1
     stages, first = [], 0
     for count in counts:
-        stages.append(StageAssignment(first, first + count - 1, (strategy,) * count))
+        stages.append(StageAssignment(tuple(range(first, first + count)), (strategy,) * count))
         first += count
     return tuple(stages)
 

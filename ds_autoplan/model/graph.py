@@ -168,6 +168,13 @@ class BlockGraph:
         ends = sum(operator.num_parameters for operator in self.embedding + self.head)
         return blocks + ends
 
+    def cut_after(self, layer: int) -> tuple[float, float]:
+        """`cut_elements` after `layer`; after the last one what the head reads.
+
+        Interleaved, the head may stand alone in the last chunk.
+        """
+        return self.cut_elements[min(layer + 1, self.num_layers - 1)]
+
     @cached_property
     def cut_elements(self) -> tuple[tuple[float, float], ...]:
         """For the cut before each layer: elements per token of hidden states, and of skip edges.

@@ -17,7 +17,7 @@ survive. The incumbent comes from :mod:`ds_autoplan.search.heuristic` or from ot
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_autoplan.search.heuristic import spread
 from ds_autoplan.search.mix import Mix
@@ -40,6 +40,8 @@ def solve_exact(
     start: Solution | None,
     deadline: float | None = None,
     limit_s: float = float("inf"),
+    prove_below_s: float = float("inf"),
+    bounds: tuple[int, ...] | None = None,
 ) -> Solution | None:
     """The optimum, or None where nothing fits or nothing is faster than `limit_s`.
 
@@ -48,19 +50,50 @@ def solve_exact(
         start: an incumbent, for pruning; returned where nothing better exists.
         deadline: `time.monotonic()` after which the search stops with the best so far.
         limit_s: solutions that are not faster than this are of no interest.
+        prove_below_s: an optimum that is not faster than this need not be proved; what is returned
+            then states its own bound.
+        bounds: the cut, where it is given.
     """
     if start is not None and start.objective_s >= limit_s:
         start = None
     incumbent = start.objective_s if start else limit_s
-    stages = Stages(problem, incumbent)
-    if stages.bound_s >= incumbent or stages.windows is None:
-        return _proved(start)
-    count = len(problem.stages)
+    stages = Stages(problem, incumbent, bounds)
+    found = _path(stages, deadline)
+    if found.label is not None:
+        start = _unfold(problem, found.label, found.nodes)
+    if found.stopped:
+        return _stopped(problem, start, found.nodes)
+    if stages.whole:
+        return _proved(start, found.nodes)
+    incumbent = min(start.objective_s if start else limit_s, prove_below_s)
+    stages = Stages(problem, incumbent, bounds, stages.value_limits(incumbent))
+    found = _path(stages, deadline)
+    if found.stopped:
+        return _stopped(problem, start, found.nodes)
+    if found.label is not None:
+        return _proved(_unfold(problem, found.label, found.nodes), found.nodes)
+    if start is None or start.objective_s <= prove_below_s:
+        return _proved(start, found.nodes)
+    return replace(start, bound_s=prove_below_s, status="bounded", nodes=found.nodes)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The last label of the best path that beats the incumbent, if there is one."""
+
+    label: _Label | None
+    nodes: int = 0
+    stopped: bool = False
+
+
+def _path(stages: Stages, deadline: float | None) -> _Found:
+    """The best path over cuts, stage by stage, that beats the incumbent of `stages`."""
+    if stages.windows is None or stages.bound_s >= stages.incumbent_s:
+        return _Found(None)
     frontier: dict[int, list[_Label | None]] = {0: [None]}
-    reached: dict[int, list[_Label]] = {}
     nodes = 0
-    for stage in range(count):
-        reached = {}
+    for stage in range(len(stages.problem.stages)):
+        reached: dict[int, list[_Label]] = {}
         rest = stages.rest_sum_s[stage + 1]
         low, high = stages.windows[stage + 1]
         for first in sorted(frontier):
@@ -76,15 +109,15 @@ def solve_exact(
                         if label is not None:
                             _keep(label, reached.setdefault(end, []))
             if deadline is not None and time.monotonic() > deadline:
-                return _stopped(problem, start, nodes)
+                return _Found(None, nodes, stopped=True)
         frontier = {end: list(labels) for end, labels in reached.items()}
         if not frontier:
-            return _proved(start, nodes)
-    labels = reached.get(len(problem.layers), [])
-    best = min(labels, key=lambda label: _objective(problem, label), default=None)
-    if best is None or _objective(problem, best) >= incumbent:
-        return _proved(start, nodes)
-    return _unfold(problem, best, nodes)
+            return _Found(None, nodes)
+    labels = [label for label in frontier.get(len(stages.problem.layers), []) if label is not None]
+    best = min(labels, key=lambda label: _objective(stages.problem, label), default=None)
+    if best is None or _objective(stages.problem, best) >= stages.incumbent_s:
+        return _Found(None, nodes)
+    return _Found(best, nodes)
 
 
 def _objective(problem: Problem, label: _Label) -> float:

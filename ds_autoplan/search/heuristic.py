@@ -23,8 +23,13 @@ from ds_autoplan.search.problem import (
 _MOST = 1e30  # any stage that fits is faster
 
 
-def construct(problem: Problem) -> Solution | None:
-    """A feasible solution, or None where there is none (see above for the one exception)."""
+def construct(problem: Problem, bounds: tuple[int, ...] | None = None) -> Solution | None:
+    """A feasible solution, or None where there is none (see above for the one exception).
+
+    Where `bounds` are given, that cut is the only one.
+    """
+    if bounds is not None:
+        return _Builder(problem).solution(bounds)
     fastest = fastest_times(problem)
     layer_s = [fastest[layer] for layer in problem.layers]
     build = _Builder(problem)
@@ -220,19 +225,3 @@ def _reachable(build: _Builder) -> tuple[int, ...] | None:
             return None
         bounds.append(fitting)
     return tuple(bounds)
-
-
-def with_chunks(problem: Problem, first: int, last: int) -> Solution | None:
-    """The fastest feasible solution of interleaved stages: equally many layers each.
-
-    The first and last stage hold `first` and `last` layers less. With the cut given, each stage's
-    fastest mix is the optimum.
-    """
-    count = len(problem.stages)
-    each = (len(problem.layers) + first + last) // count
-    inner = (stage * each - first for stage in range(1, count))
-    solution = _Builder(problem).solution((0, *inner, len(problem.layers)))
-    if solution is None:
-        return None
-    objective = solution.objective_s
-    return Solution(objective, solution.bounds, solution.chosen, objective)

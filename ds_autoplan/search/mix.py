@@ -15,14 +15,28 @@ answer is exact.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from ds_autoplan.search.knapsack import (
+    INFINITY,
+    RELATIVE,
+    Best,
+    Groups,
+    Item,
+    Level,
+    Limits,
+    Relaxation,
+    branch,
+    levels,
+    reduce,
+    root,
+    slopes,
+)
 from ds_autoplan.search.problem import Choice, Problem
 
-_RELATIVE = 1e-12  # rounding allowance of sums, far below the 1e-6 that optima are compared at
-
-
-_INFINITY = float("inf")
+_NEAR = 3e-3  # of the budget: workspace caps that are searched together first
+_TIGHTENINGS = 20  # rounds at most, each of which must tighten by
+_TIGHTER = 1e-3
 
 
 @dataclass(frozen=True)
@@ -33,23 +47,9 @@ class Mix:
     per_step_s: float
     counts: tuple[tuple[tuple[int, int], ...], ...]
 
-
-@dataclass(frozen=True)
-class _Item:
-    """A choice inside one stage: `index` into the class, `cost` its bytes there."""
-
-    index: int
-    time_s: float
-    cost: float
-    per_step_s: float
-    workspace: float
-
-
-@dataclass
-class _Best:
-    time_s: float
-    per_step_s: float = 0.0
-    picked: tuple[tuple[int, int, int], ...] | None = None
+    def value_s(self, rate: float) -> float:
+        """Its time with a second of per-step time worth `rate` seconds."""
+        return self.time_s + rate * self.per_step_s
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,11 @@ class Room:
     budget: float
     workspace_floor: float
 
+    @property
+    def slack(self) -> float:
+        """Bytes by which rounding may overrun the budget."""
+        return RELATIVE * abs(self.budget)
+
 
 def room_of(problem: Problem, stage: int, carried: float) -> Room:
     """What `stage` offers its layers where the cut before it carries that many bytes."""
@@ -69,21 +74,176 @@ def room_of(problem: Problem, stage: int, carried: float) -> Room:
     return Room(own.in_flight, budget, own.workspace_bytes)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which mixes of a stage can belong to a plan that beats the incumbent.
+
+    Those with time_s <= `time_limit_s` and time_s + rate * per_step_s <= limit for each of the
+    pairs `values`. What `per_step_s` is below `per_step_floor_s` gains nothing, because the slowest
+    stage counts. Where `only_value` holds, the first value is all that counts (a single stage).
+    With `rates` only the mixes that are best at these rates are looked for.
+    """
+
+    time_limit_s: float
+    per_step_floor_s: float
+    values: tuple[tuple[float, float], ...]
+    only_value: bool = False
+    rates: tuple[float, ...] = ()
+
+
+class _Allowed:
+    """The items that a workspace cap leaves, and what is worked out from them once."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.slopes = slopes(groups)
+        self._roots: dict[float, Relaxation] = {}
+        self._levels: dict[tuple[float, ...], list[Level]] = {}
+
+    def root(self, rate: float) -> Relaxation:
+        """The relaxation of time_s + rate * per_step_s."""
+        if rate not in self._roots:
+            self._roots[rate] = root(self.groups, rate)
+        return self._roots[rate]
+
+    def levels(self, rates: tuple[float, ...]) -> list[Level]:
+        """The decisions, relaxed for these rates."""
+        if rates not in self._levels:
+            self._levels[rates] = levels(self.groups, rates)
+        return self._levels[rates]
+
+    def searched(self, first_count: int, limits: Limits) -> tuple[Limits, tuple[float, ...]]:
+        """The limits, each tightened by the others, and the rates whose relaxations prune.
+
+        These are no rate, the values', and the one that bounds T best under the limit on R. That
+        bound and a limit on T + rate * R limit R again, and so on.
+        """
+        if limits.per_step_s == INFINITY and not limits.values:
+            return limits, (0.0,)
+        best = 0.0
+        for _ in range(_TIGHTENINGS):
+
+            def bound(rate: float, limits: Limits = limits) -> float:
+                relaxed = self.root(rate).bound(first_count, limits.budget, limits.slack)
+                spare = rate * limits.per_step_s if rate else 0.0
+                return INFINITY if relaxed is None else relaxed - spare
+
+            best = max((0.0, *self.slopes), key=bound)
+            least = bound(best)
+            allowed = [(most - least) / rate * (1 + RELATIVE) for rate, most in limits.values]
+            per_step_s = max(min(allowed, default=INFINITY), 0.0)
+            if per_step_s > limits.per_step_s * (1 - _TIGHTER):
+                break
+            limits = replace(limits, per_step_s=per_step_s)
+        rates = (0.0, *(rate for rate, _ in limits.values), best)
+        return limits, tuple(dict.fromkeys(rates))
+
+
+@dataclass(frozen=True)
+class _UnderCap:
+    """The items with at most `cap` bytes of workspace.
+
+    `first_cost` is the most bytes of a layer of the first class, `later_cost` of all other layers.
+    """
+
+    cap: float
+    groups: Groups
+    first_cost: float
+    later_cost: float
+    _kept: dict[tuple[bool, bool], _Allowed] = field(default_factory=dict)
+
+    def allowed(self, bytes_count: bool = True, per_step_counts: bool = False) -> _Allowed:
+        """The items that matter where bytes may bind and where per-step times count."""
+        kind = (bytes_count, per_step_counts)
+        if kind not in self._kept:
+            groups = [(k, n, reduce(items, *kind)) for k, n, items in self.groups]
+            self._kept[kind] = _Allowed(groups)
+        return self._kept[kind]
+
+
+def _under_caps(groups: Groups, caps: list[float]) -> Iterator[_UnderCap]:
+    for cap in caps:
+        under = [(k, n, [i for i in items if i.workspace <= cap]) for k, n, items in groups]
+        if all(items for _, _, items in under):
+            most = [max(item.cost for item in items) for _, _, items in under]
+            later = sum(n * cost for (_, n, _), cost in zip(under[1:], most[1:], strict=True))
+            yield _UnderCap(cap, under, most[0], later)
+
+
+@dataclass
+class _Job:
+    """One search for the fastest mix over all workspace caps; `best` is its incumbent."""
+
+    caps: list[_UnderCap]
+    room: Room
+    first_count: int
+    per_step_limit_s: float
+    values: tuple[tuple[float, float], ...]
+    best: Best
+
+    def runs(self, low: int) -> Iterator[tuple[float, int, int]]:
+        """(bound on the time, first, last) of runs of caps that are near each other."""
+        while low < len(self.caps):
+            near = self.caps[low].cap + _NEAR * self.room.budget
+            high = low
+            while high + 1 < len(self.caps) and self.caps[high + 1].cap <= near:
+                high += 1
+            relaxed = self.caps[high].allowed().root(0.0)
+            bound = relaxed.bound(
+                self.first_count, self.room.budget - self.caps[low].cap, self.room.slack
+            )
+            if bound is not None:
+                yield bound, low, high
+            low = high + 1
+
+    def improve(self, low: int, high: int, bytes_count: bool = True) -> None:
+        """Improve `best` to the optimum under the caps `low` to `high`.
+
+        With the biggest cap's choices and the smallest cap's bytes one search bounds all of them,
+        and is exact if what it finds fits. Else the caps are halved.
+        """
+        limited = self.per_step_limit_s < INFINITY or bool(self.values)
+        allowed = self.caps[high].allowed(bytes_count, limited)
+        limits = Limits(self.room.budget - self.caps[low].cap, self.per_step_limit_s, self.values)
+        limits, rates = allowed.searched(self.first_count, limits)
+        found = Best(self.best.time_s)
+        branch(allowed.levels(rates), rates, self.first_count, limits, found)
+        if found.picked is None:
+            return
+        if low == high or self._fits(found, high):
+            self.best = found
+            return
+        middle = (low + high) // 2
+        self.improve(low, middle)
+        self.improve(middle + 1, high)
+
+    def _fits(self, found: Best, high: int) -> bool:
+        items = {
+            (klass, item.index): item for klass, _, some in self.caps[high].groups for item in some
+        }
+        picked = [(items[klass, index], count) for klass, index, count in found.picked or ()]
+        need = max(self.room.workspace_floor, *(item.workspace for item, _ in picked))
+        need += sum(count * item.cost for item, count in picked)
+        return need <= self.room.budget + self.room.slack
+
+
 class Mixer:
     """Fastest mixes of one problem's choices; what does not depend on the counts is kept."""
 
     def __init__(self, choices: tuple[tuple[Choice, ...], ...]) -> None:
         """Keep the choices of every class."""
         self.choices = choices
-        self._of_class: dict[tuple[int, float], list[_Item]] = {}
-        self._levels: dict[object, list[_Level] | None] = {}
+        self._of_class: dict[tuple[int, float], list[Item]] = {}
+        self._caps: dict[object, list[_UnderCap]] = {}
+        self._valued: dict[float, Mixer] = {}
 
     def fastest(
         self,
         counts: tuple[int, ...],
         room: Room,
-        time_limit_s: float = _INFINITY,
-        per_step_limit_s: float = _INFINITY,
+        time_limit_s: float = INFINITY,
+        per_step_limit_s: float = INFINITY,
+        values: tuple[tuple[float, float], ...] = (),
     ) -> Mix | None:
         """The fastest feasible mix, or None if nothing fits (or nothing is faster than the limit).
 
@@ -92,55 +252,95 @@ class Mixer:
             room: what the stage offers.
             time_limit_s: only mixes at most this slow are of interest.
             per_step_limit_s: limit on the layers' summed `per_step_s`.
+            values: pairs (rate, limit on time_s + rate * per_step_s).
         """
         groups = self._groups(counts, room)
-        fast = _uniform(groups, room, per_step_limit_s)
-        if fast is not None:
-            return fast if fast.time_s <= time_limit_s * (1 + _RELATIVE) else None
-        best = _Best(time_limit_s * (1 + _RELATIVE))
-        for cap, levels in self._capped(groups, room, per_step_limit_s < _INFINITY):
-            _branch(levels, groups[0][1], room.budget - cap, per_step_limit_s, best)
-        if best.picked is None:
+        limited = per_step_limit_s < INFINITY or bool(values)
+        if not limited:
+            fast = _uniform(groups, room)
+            if fast is not None:
+                return fast if fast.time_s <= time_limit_s * (1 + RELATIVE) else None
+        caps, free = self._caps_of(groups, room)
+        job = _Job(caps, room, groups[0][1], per_step_limit_s, values, Best(time_limit_s))
+        job.best.time_s *= 1 + RELATIVE
+        if free >= 0:
+            job.improve(free, free, bytes_count=False)
+        for _, low, high in sorted(job.runs(free + 1)):
+            job.improve(low, high)
+        return _mix(job.best, len(counts))
+
+    def least_value(self, counts: tuple[int, ...], room: Room, rate: float) -> Mix | None:
+        """The feasible mix with the least time_s + rate * per_step_s, or None if nothing fits."""
+        by_value = self._by_value(rate).fastest(counts, room)
+        if by_value is None:
             return None
-        per_class: list[list[tuple[int, int]]] = [[] for _ in counts]
-        for klass, index, count in best.picked:
-            per_class[klass].append((index, count))
-        return Mix(best.time_s, best.per_step_s, tuple(tuple(sorted(p)) for p in per_class))
+        time_s = per_step_s = 0.0
+        for choices, picked in zip(self.choices, by_value.counts, strict=False):
+            for index, count in picked:
+                time_s += count * choices[index].time_s
+                per_step_s += count * choices[index].per_step_s
+        return Mix(time_s, per_step_s, by_value.counts)
+
+    def _by_value(self, rate: float) -> Mixer:
+        """The mixer of the same choices with time_s + rate * per_step_s as their time."""
+        if rate not in self._valued:
+            self._valued[rate] = Mixer(
+                tuple(
+                    tuple(
+                        replace(c, time_s=c.time_s + rate * c.per_step_s, per_step_s=0.0)
+                        for c in choices
+                    )
+                    for choices in self.choices
+                )
+            )
+        return self._valued[rate]
 
     def frontier(
-        self,
-        counts: tuple[int, ...],
-        room: Room,
-        time_limit_s: float,
-        per_step_floor_s: float,
-    ) -> list[Mix]:
-        """The Pareto frontier (time, per-step time) of a stage's mixes, fastest first.
+        self, counts: tuple[int, ...], room: Room, wanted: Wanted
+    ) -> tuple[list[Mix], bool]:
+        """The wanted part of the Pareto frontier (time, per-step time), fastest first.
 
-        Mixes whose per-step time is below `per_step_floor_s` gain nothing over one that reaches it,
-        because the slowest stage counts, so the frontier ends there.
+        And whether it is whole: where `wanted.rates` are given, only the fastest mix and those of
+        the least time_s + rate * per_step_s at these rates are looked for.
         """
-        found: list[Mix] = []
-        limit = _INFINITY
         least = sum(
             count * min(choice.per_step_s for choice in self.choices[klass])
             for klass, count in enumerate(counts)
             if count
         )
-        while True:
-            mix = self.fastest(counts, room, time_limit_s, limit)
-            if mix is None:
-                return found
-            found.append(mix)
-            if mix.per_step_s <= max(least, per_step_floor_s) * (1 + _RELATIVE):
-                return found
+        enough = max(least, wanted.per_step_floor_s) * (1 + RELATIVE)
+        mix = self.fastest(counts, room, wanted.time_limit_s)
+        if mix is None or mix.per_step_s <= enough:
+            return [mix] if mix is not None else [], True
+        if wanted.rates:
+            some = [mix, *(self.least_value(counts, room, rate) for rate in wanted.rates)]
+            found = list({m for m in some if m is not None})
+            return sorted(found, key=lambda m: (m.time_s, m.per_step_s)), False
+        values = tuple((rate, limit) for rate, limit in wanted.values if limit < INFINITY)
+        for rate, limit in wanted.values:
+            cheapest = self.least_value(counts, room, rate)
+            if cheapest is None or cheapest.value_s(rate) > limit * (1 + RELATIVE):
+                return [], True
+            if wanted.only_value:
+                return [cheapest], True
+        found = []
+        while mix is not None:
+            if all(mix.value_s(rate) <= limit * (1 + RELATIVE) for rate, limit in values):
+                found.append(mix)
+            if mix.per_step_s <= enough:
+                break
             limit = mix.per_step_s * (1 - 1e-9)
+            mix = self.fastest(counts, room, wanted.time_limit_s, limit, values)
+        return found, True
 
     def relaxed_s(self, counts: tuple[int, ...], room: Room) -> float:
         """A lower bound on :meth:`fastest`'s time, fractions allowed; infinite: nothing fits."""
         groups = self._groups(counts, room)
-        least = _INFINITY
-        for cap, levels in self._capped(groups, room):
-            bound = levels[0].bound(groups[0][1], room.budget - cap)
+        least = INFINITY
+        for under in self._caps_of(groups, room)[0]:
+            bound = (
+                under.allowed().root(0.0).bound(groups[0][1], room.budget - under.cap, room.slack)
+            )
             if bound is not None:
                 least = min(least, bound)
         return least
@@ -148,34 +348,43 @@ class Mixer:
     def fits(self, counts: tuple[int, ...], room: Room) -> bool:
         """Whether any mix fits."""
         groups = self._groups(counts, room)
-        for cap, levels in self._capped(groups, room):
-            first = levels[0]
+        for under in self._caps_of(groups, room)[0]:
+            first = under.allowed().root(0.0)
             need = groups[0][1] * first.base_cost + first.later_cost
-            if need <= room.budget - cap + _RELATIVE * abs(room.budget):
+            if need <= room.budget - under.cap + room.slack:
                 return True
         return False
 
-    def _groups(self, counts: tuple[int, ...], room: Room) -> _Groups:
+    def _groups(self, counts: tuple[int, ...], room: Room) -> Groups:
         return [
             (klass, count, self._items(klass, room.in_flight))
             for klass, count in enumerate(counts)
             if count
         ]
 
-    def _capped(
-        self, groups: _Groups, room: Room, limited: bool = False
-    ) -> Iterator[tuple[float, list[_Level]]]:
-        """(workspace cap, levels) for every cap under which all classes have a choice."""
-        for cap in sorted({max(room.workspace_floor, i.workspace) for g in groups for i in g[2]}):
-            levels = self._levels_of(groups, cap, room.in_flight, limited)
-            if levels:
-                yield cap, levels
+    def _caps_of(self, groups: Groups, room: Room) -> tuple[list[_UnderCap], int]:
+        """Every workspace cap under which all classes have a choice, the smallest first.
 
-    def _items(self, klass: int, in_flight: float) -> list[_Item]:
+        And the last of those under which the biggest choices fit, too, or -1.
+        """
+        # the first class's count is the search's own argument, so one class needs one entry only
+        contents = tuple((klass, count if at else 0) for at, (klass, count, _) in enumerate(groups))
+        key = (contents, room.workspace_floor, room.in_flight)
+        if key not in self._caps:
+            workspaces = {max(room.workspace_floor, i.workspace) for g in groups for i in g[2]}
+            self._caps[key] = list(_under_caps(groups, sorted(workspaces)))
+        caps = self._caps[key]
+        free = -1
+        for at, under in enumerate(caps):
+            if groups[0][1] * under.first_cost + under.later_cost <= room.budget - under.cap:
+                free = at
+        return caps, free
+
+    def _items(self, klass: int, in_flight: float) -> list[Item]:
         key = (klass, in_flight)
         if key not in self._of_class:
             self._of_class[key] = [
-                _Item(
+                Item(
                     index,
                     choice.time_s,
                     choice.state_bytes + in_flight * choice.activation_bytes,
@@ -186,27 +395,17 @@ class Mixer:
             ]
         return self._of_class[key]
 
-    def _levels_of(
-        self, groups: _Groups, cap: float, in_flight: float, limited: bool
-    ) -> list[_Level] | None:
-        """Levels for a workspace cap; None where some class has no choice below it."""
-        # the first class's count is the search's own argument, so one class needs one entry only
-        contents = tuple((klass, count if at else 0) for at, (klass, count, _) in enumerate(groups))
-        key = (contents, cap, in_flight, limited)
-        if key not in self._levels:
-            allowed: _Groups = []
-            for klass, count, items in groups:
-                fitting = [item for item in items if item.workspace <= cap]
-                if fitting:
-                    allowed.append((klass, count, _reduce(fitting, limited)))
-            self._levels[key] = _levels(allowed) if len(allowed) == len(groups) else None
-        return self._levels[key]
+
+def _mix(best: Best, classes: int) -> Mix | None:
+    if best.picked is None:
+        return None
+    per_class: list[list[tuple[int, int]]] = [[] for _ in range(classes)]
+    for klass, index, count in best.picked:
+        per_class[klass].append((index, count))
+    return Mix(best.time_s, best.per_step_s, tuple(tuple(sorted(p)) for p in per_class))
 
 
-_Groups = list[tuple[int, int, list[_Item]]]
-
-
-def _uniform(groups: _Groups, room: Room, per_step_limit_s: float) -> Mix | None:
+def _uniform(groups: Groups, room: Room) -> Mix | None:
     """Every class at its fastest choice, if that fits: then nothing else needs a look."""
     time_s = per_step = cost = 0.0
     workspace = room.workspace_floor
@@ -219,212 +418,6 @@ def _uniform(groups: _Groups, room: Room, per_step_limit_s: float) -> Mix | None
         workspace = max(workspace, item.workspace)
         counts += [()] * (klass - len(counts))
         counts.append(((item.index, count),))
-    if cost + workspace > room.budget * (1 + _RELATIVE) or per_step > per_step_limit_s:
+    if cost + workspace > room.budget * (1 + RELATIVE):
         return None
     return Mix(time_s, per_step, tuple(counts))
-
-
-def _reduce(items: list[_Item], limited: bool) -> list[_Item]:
-    """Items that no other dominates in time, bytes and (where it is limited) per-step time."""
-    kept: list[_Item] = []
-    for item in sorted(items, key=lambda i: (i.time_s, i.cost, i.per_step_s, i.index)):
-        if not any(
-            other.cost <= item.cost and (not limited or other.per_step_s <= item.per_step_s)
-            for other in kept
-        ):
-            kept.append(item)
-    return kept
-
-
-def _hull(items: list[_Item]) -> list[_Item]:
-    """Lower convex hull in (cost, time), cheapest in bytes first."""
-    ordered = sorted(items, key=lambda i: (i.cost, i.time_s))
-    hull: list[_Item] = []
-    for item in ordered:
-        if hull and item.time_s >= hull[-1].time_s:
-            continue
-        while len(hull) >= 2:
-            a, b = hull[-2], hull[-1]
-            if (b.time_s - a.time_s) * (item.cost - a.cost) >= (item.time_s - a.time_s) * (
-                b.cost - a.cost
-            ):
-                hull.pop()
-            else:
-                break
-        hull.append(item)
-    return hull
-
-
-@dataclass(frozen=True)
-class _Level:
-    """One decision: how many of what is left of a class take `item`.
-
-    `base_*` are per layer of the class's items from here on (all at their cheapest), `later_*` sums
-    over the classes after it. `segments` are the hull edges of both, most time saved per byte
-    first: (rate, time saved, bytes, whether per layer left).
-    """
-
-    klass: int
-    item: _Item
-    last: bool
-    count: int
-    base_cost: float
-    base_time: float
-    base_per_step: float
-    later_cost: float
-    later_time: float
-    later_per_step: float
-    segments: tuple[tuple[float, float, float, bool], ...]
-    edges: int
-
-    def bound(self, left: int, budget: float) -> float | None:
-        """Least time of this level and all after it, fractions allowed; None if nothing fits."""
-        room = budget - left * self.base_cost - self.later_cost
-        if room < 0 and room < -_RELATIVE * max(abs(budget), left * self.base_cost):
-            return None
-        time_s = left * self.base_time + self.later_time
-        for rate, gain, price, scaled in self.segments:
-            if scaled:
-                gain, price = gain * left, price * left
-            if price <= room:
-                time_s -= gain
-                room -= price
-            else:
-                return time_s - rate * max(room, 0.0)
-        return time_s
-
-    def relaxed_count(self, left: int, budget: float) -> int:
-        """How many of `left` take `item` in the relaxation, rounded down.
-
-        `item` is the fastest, so it is reached by the last hull edge of its class.
-        """
-        room = budget - left * self.base_cost - self.later_cost
-        edges = self.edges
-        for _, _, price, scaled in self.segments:
-            if scaled:
-                edges -= 1
-                price *= left
-            if price > room:
-                share = max(room, 0.0) / price if scaled and edges == 0 else 0.0
-                return int(left * share)
-            room -= price
-            if scaled and edges == 0:
-                return left
-        return left
-
-
-def _levels(groups: _Groups) -> list[_Level]:
-    levels: list[_Level] = []
-    later: list[tuple[float, float, float, bool]] = []
-    later_cost = later_time = later_per_step = 0.0
-    for klass, count, items in reversed(groups):
-        for start in range(len(items) - 1, -1, -1):
-            hull = _hull(items[start:])
-            own = [
-                (
-                    (a.time_s - b.time_s) / (b.cost - a.cost),
-                    a.time_s - b.time_s,
-                    b.cost - a.cost,
-                    True,
-                )
-                for a, b in zip(hull, hull[1:], strict=False)
-            ]
-            levels.append(
-                _Level(
-                    klass,
-                    items[start],
-                    start == len(items) - 1,
-                    count,
-                    hull[0].cost,
-                    hull[0].time_s,
-                    min(item.per_step_s for item in items[start:]),
-                    later_cost,
-                    later_time,
-                    later_per_step,
-                    tuple(sorted([*own, *later], key=lambda segment: -segment[0])),
-                    len(own),
-                )
-            )
-        first = levels[-1]
-        later = [
-            (rate, gain * count, price * count, False) if scaled else (rate, gain, price, False)
-            for rate, gain, price, scaled in first.segments
-        ]
-        later_cost += count * first.base_cost
-        later_time += count * first.base_time
-        later_per_step += count * first.base_per_step
-    levels.reverse()
-    return levels
-
-
-def _branch(
-    levels: list[_Level], first_count: int, budget: float, per_step_limit_s: float, best: _Best
-) -> None:
-    """Depth first over (class, choice) counts; the relaxation of what is left prunes.
-
-    The relaxed time is convex in a level's count, so counts are tried from the relaxed one outward
-    and each side ends at the first count that cannot win.
-    """
-    slack = -_RELATIVE * abs(budget)
-
-    def visit(
-        at: int,
-        left: int,
-        time_s: float,
-        per_step: float,
-        room: float,
-        picked: tuple[tuple[int, int, int], ...],
-    ) -> None:
-        if at == len(levels):
-            if room >= slack and time_s < best.time_s and per_step <= per_step_limit_s:
-                best.time_s, best.per_step_s, best.picked = time_s, per_step, picked
-            return
-        level = levels[at]
-        following = levels[at + 1] if at + 1 < len(levels) else None
-
-        def bound(count: int) -> float | None:
-            rest = room - count * level.item.cost
-            spent = time_s + count * level.item.time_s
-            if following is None:
-                return spent if rest >= slack else None
-            after = following.count if level.last else left - count
-            more = following.bound(after, rest)
-            return None if more is None else spent + more
-
-        def descend(count: int) -> bool:
-            """Visit one count; False where it and all further out cannot win."""
-            relaxed = bound(count)
-            if relaxed is None or relaxed * (1 + _RELATIVE) >= best.time_s:
-                return False
-            stepped = per_step + count * level.item.per_step_s
-            after = 0
-            least = 0.0
-            if following is not None:
-                after = following.count if level.last else left - count
-                least = after * following.base_per_step + following.later_per_step
-            if stepped + least <= per_step_limit_s:
-                grown = (*picked, (level.klass, level.item.index, count)) if count else picked
-                visit(
-                    at + 1,
-                    after,
-                    time_s + count * level.item.time_s,
-                    stepped,
-                    room - count * level.item.cost,
-                    grown,
-                )
-            return True
-
-        if level.last:
-            descend(left)
-            return
-        middle = level.relaxed_count(left, room)
-        for count in range(middle, -1, -1):
-            if not descend(count):
-                break
-        for count in range(middle + 1, left + 1):
-            if not descend(count):
-                break
-
-    relaxed = levels[0].bound(first_count, budget)
-    if relaxed is not None and relaxed * (1 + _RELATIVE) < best.time_s:
-        visit(0, first_count, 0.0, 0.0, budget, ())

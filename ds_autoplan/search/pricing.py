@@ -14,7 +14,7 @@ from ds_autoplan.cost.interface import CostModel, LayerCost
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.search.options import PlanOptions
 from ds_autoplan.search.problem import Choice, Problem, Stage, lower_bound, missing_bytes, pareto
-from ds_autoplan.search.space import Candidate, passes_of, strategies
+from ds_autoplan.search.space import Candidate, passes_of, stage_order, strategies
 from ds_autoplan.strategy import CHECKPOINTING, Strategy
 from ds_autoplan.workload import Workload
 
@@ -134,8 +134,9 @@ class Pricer:
         passes = passes_of(self.workload)
         cut_time, carried = self._cuts(candidate)
         gpipe = self.options.schedule == "gpipe" and degrees.pp > 1
+        order = stage_order(self.graph.num_layers, degrees)
         return Problem(
-            layers=self.graph.layers,
+            layers=tuple(self.graph.layers[at] for at in order),
             choices=tuple(choices),
             stages=self._stages(candidate, gpipe),
             sum_weight=passes / degrees.vpp,
@@ -194,7 +195,11 @@ class Pricer:
         priced = {
             cut: self.cost.boundary_s(degrees, strategy, sum(cut)) for cut in dict.fromkeys(cuts)
         }
-        times = (0.0, *(priced[cut] for cut in cuts))
+        # a stage ends after its last chunk and starts with its first
+        order = stage_order(self.graph.num_layers, degrees)
+        ends = [self.graph.cut_after(at) for at in order[:-1]]
+        starts = [self.graph.cut_elements[at] for at in order[1:]]
+        times = (0.0, *(priced[cut] for cut in ends))
         if not any(skipped for _, skipped in priced):
             return times, ()
-        return times, (0.0, *(tokens * skipped * element for _, skipped in cuts))
+        return times, (0.0, *(tokens * skipped * element for _, skipped in starts))

@@ -3,7 +3,8 @@
 Every candidate gets a lower bound first. They are then solved in the order of their bounds; a
 candidate whose bound is not below the worst plan still worth reporting is never solved, and neither
 is anything after it. Solving is exact (:mod:`ds_autoplan.search.cut`), so the best plan found is
-the optimum of the space, with gap 0, unless a time limit cuts the search short.
+the optimum of the space, with gap 0, unless a time limit cuts the search short. A runner-up is
+proved to be slower than the best plan, not to be the fastest of its own candidate.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ds_autoplan.search.cut import solve_exact
-from ds_autoplan.search.heuristic import construct, with_chunks
+from ds_autoplan.search.heuristic import construct
 from ds_autoplan.search.pricing import Pricer
 from ds_autoplan.search.problem import Problem, Solution
-from ds_autoplan.search.space import Candidate, interleaved_cut
+from ds_autoplan.search.space import Candidate, interleaved_bounds
 
+_TIES = 1e-9  # plans this near to the fastest are proved, too, so that the simplest can win
 Progress = Callable[[int, int, float | None], None]
 Group = Callable[[Candidate], object]
 
@@ -76,11 +79,13 @@ def search(
     """
     started = time.monotonic()
     deadline = started + time_limit_s if time_limit_s is not None else None
-    outcome = _search(pricer, candidates, top_k, deadline, progress, lambda each: each.group)
+    known: dict[Candidate, Solved] = {}
+    find = partial(_search, pricer, candidates, top_k, deadline, progress, known)
+    outcome = find(lambda each: each.group)
     if outcome.solved and len(outcome.solved) <= top_k and not outcome.stopped:
-        others = _search(pricer, candidates, top_k, deadline, progress, lambda each: each)
-        known = {solved.candidate for solved in outcome.solved}
-        variants = [solved for solved in others.solved if solved.candidate not in known]
+        others = find(lambda each: each)
+        listed = {solved.candidate for solved in outcome.solved}
+        variants = [solved for solved in others.solved if solved.candidate not in listed]
         outcome.solved += variants[: top_k + 1 - len(outcome.solved)]
         outcome.solved.sort(key=lambda solved: solved.rank)
     outcome.seconds = time.monotonic() - started
@@ -93,9 +98,13 @@ def _search(
     top_k: int,
     deadline: float | None,
     progress: Progress | None,
+    known: dict[Candidate, Solved],
     group: Group,
 ) -> Outcome:
-    """The best solution of each group, for the `top_k` + 1 best groups."""
+    """The best solution of each group, for the `top_k` + 1 best groups.
+
+    `known` keeps the candidates' solutions from one search to the next.
+    """
     # (bound, whether it is the sharper one, tie-breaker, candidate)
     queue = [
         (pricer.quick_bound_s(candidate), False, candidate.simplicity, at)
@@ -124,8 +133,14 @@ def _search(
             sharper = max(bound, pricer.bound_s(candidate))
             heapq.heappush(queue, (sharper, True, simplicity, at))
         else:
-            found = _solve(pricer, candidate, limit, deadline, outcome)
+            found = known.get(candidate)
+            if found is None:
+                fastest = _fastest(best)
+                below = float("inf") if fastest is None else fastest * (1 + _TIES)
+                found = _solve(pricer, candidate, limit, below, deadline, outcome)
             outcome.tried += 1
+            if found is not None:
+                known[candidate] = found
             if found is not None and (own is None or found.rank < own.rank):
                 best[group(candidate)] = found
         if progress is not None:
@@ -152,6 +167,7 @@ def _solve(
     pricer: Pricer,
     candidate: Candidate,
     limit_s: float,
+    prove_below_s: float,
     deadline: float | None,
     outcome: Outcome,
 ) -> Solved | None:
@@ -161,16 +177,13 @@ def _solve(
         return None
     problem = pricer.problem(candidate)
     degrees = candidate.degrees
-    if degrees.vpp > 1:
-        less = interleaved_cut(len(problem.layers), degrees.pp, degrees.vpp)
-        solution = with_chunks(problem, *less) if less is not None else None
+    bounds = interleaved_bounds(len(problem.layers), degrees) if degrees.vpp > 1 else None
+    # a limit prunes as well as a constructed start does, and costs nothing
+    start = construct(problem, bounds) if limit_s == float("inf") else None
+    if start is None and limit_s == float("inf") and not any(problem.carried_bytes):
+        solution = None  # construction would have found one
     else:
-        # a limit prunes as well as a constructed start does, and costs nothing
-        start = construct(problem) if limit_s == float("inf") else None
-        if start is None and limit_s == float("inf") and not any(problem.carried_bytes):
-            solution = None  # construction would have found one
-        else:
-            solution = solve_exact(problem, start, deadline, limit_s)
+        solution = solve_exact(problem, start, deadline, limit_s, prove_below_s, bounds)
     if solution is None and limit_s == float("inf"):
         outcome.too_big.append((candidate, 0.0))
     return Solved(candidate, problem, solution) if solution is not None else None

@@ -360,6 +360,27 @@ def interleaved_cut(layers: int, pp: int, vpp: int) -> tuple[int, int] | None:
     return None
 
 
+def interleaved_bounds(layers: int, degrees: Degrees) -> tuple[int, ...] | None:
+    """How many layers come before each stage, and all, where the stages' chunks are equal."""
+    less = interleaved_cut(layers, degrees.pp, degrees.vpp)
+    if less is None:
+        return None
+    each = (layers + sum(less)) // degrees.pp
+    return (0, *(stage * each - less[0] for stage in range(1, degrees.pp)), layers)
+
+
+def stage_order(layers: int, degrees: Degrees) -> tuple[int, ...]:
+    """All layers, stage by stage: each stage's own in the order in which they run.
+
+    Interleaved, stage s holds chunks s, s + pp, s + 2 pp ... of the chain.
+    """
+    less = interleaved_cut(layers, degrees.pp, degrees.vpp) if degrees.vpp > 1 else None
+    if less is None:
+        return tuple(range(layers))
+    chunk = (layers + sum(less)) // (degrees.pp * degrees.vpp)
+    return tuple(sorted(range(layers), key=lambda at: ((at + less[0]) // chunk % degrees.pp, at)))
+
+
 def _interleavings(
     space: Space, graph: BlockGraph, pp: int, micro_batches: int, options: PlanOptions, backend: str
 ) -> list[int]:

@@ -8,9 +8,10 @@ pass over positions). Together they bound any continuation of a partial path.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-from ds_autoplan.search.mix import Mix, Mixer, room_of
+from ds_autoplan.search.mix import Mix, Mixer, Wanted, room_of
 from ds_autoplan.search.problem import Problem, fastest_times, prefix_counts
 
 RELATIVE = 1e-12
@@ -20,13 +21,28 @@ _INFINITY = float("inf")
 class Stages:
     """One problem's stages under an incumbent.
 
-    `longest_s` is the slowest stage that can still beat the incumbent;
+    `least_s` is what all stages take together at the least; `longest_s` the slowest stage that can
+    still beat the incumbent;
     `rest_sum_s[stage][position]` and `rest_longest_s[stage][position]` bound the stages from
     `stage` on.
     """
 
-    def __init__(self, problem: Problem, incumbent_s: float) -> None:
-        """Bound every stage's time by the incumbent, then bound the rests."""
+    def __init__(
+        self,
+        problem: Problem,
+        incumbent_s: float,
+        bounds: tuple[int, ...] | None = None,
+        values: dict[object, float] | None = None,
+    ) -> None:
+        """Bound every stage's time by the incumbent, then bound the rests.
+
+        Where `bounds` are given, that cut is the only one.
+
+        Without `values` only few mixes of each frontier are worked out, for a first incumbent;
+        `whole` says whether they happen to be all. `values` is what :meth:`value_limits` of such
+        stages found.
+        """
+        self.values, self.whole = values, True
         self.problem = problem
         self.incumbent_s = incumbent_s
         self.counts = prefix_counts(problem)
@@ -46,9 +62,12 @@ class Stages:
         self.per_step_floor_s = total / (last + 1)
         self.rest_sum_s: list[dict[int, float]] = []
         self.rest_longest_s: list[dict[int, float]] = []
-        least = self.prefix_s[-1] + last * self.least_cut_s
-        self.longest_s = self._longest(least + sum(stage.time_s for stage in problem.stages))
-        self.windows = self._windows()
+        # a second of R in seconds of T, where the slowest stage is no slower than the mean
+        self._rate = 1 / (problem.sum_weight * (last + 1) + problem.max_weight)
+        self.least_s = self.prefix_s[-1] + last * self.least_cut_s
+        self.least_s += sum(stage.time_s for stage in problem.stages)
+        self.longest_s = self._longest(self.least_s)
+        self.windows = [(at, at) for at in bounds] if bounds else self._windows()
         if self.windows is not None:
             self._bound_rests(self.windows)
             if 0 in self.rest_sum_s[0]:
@@ -116,16 +135,80 @@ class Stages:
         key = (stage, counts, carried)
         found = self._mixes.get(key)
         if found is None:
-            own = self.problem.stages[stage]
-            cut = self.least_cut_s if stage < len(self.problem.stages) - 1 else 0.0
-            found = self.mixer.frontier(
-                counts,
-                room_of(self.problem, stage, carried),
-                self.longest_s - own.time_s - cut,
-                self.per_step_floor_s - own.per_step_s,
-            )
+            if self.values is not None and self.values.get(key, -1.0) < 0:
+                return []
+            room = room_of(self.problem, stage, carried)
+            wanted = self._wanted(stage, first, end)
+            if self.values is not None:
+                value = (self._rate, self.values[key])
+                wanted = replace(wanted, values=(*wanted.values, value))
+            found, whole = self.mixer.frontier(counts, room, wanted)
+            self.whole = self.whole and whole
             self._mixes[key] = found
         return found
+
+    def _wanted(self, stage: int, first: int, end: int) -> Wanted:
+        """Which mixes of layers first..end-1 can still beat the incumbent.
+
+        The plan takes at least what all other layers take at their fastest, and its slowest stage
+        at least what this one takes.
+        """
+        problem, own = self.problem, self.problem.stages[stage]
+        cut = self.least_cut_s if stage < len(problem.stages) - 1 else 0.0
+        weight = problem.sum_weight + problem.max_weight
+        others = self.least_s - (self.prefix_s[end] - self.prefix_s[first])
+        spare = self.incumbent_s - problem.constant_s - problem.sum_weight * others
+        spare -= problem.max_weight * (own.time_s + cut) + own.per_step_s
+        alone = len(problem.stages) == 1
+        return Wanted(
+            self.longest_s - own.time_s - cut,
+            self.per_step_floor_s - own.per_step_s,
+            ((1 / weight, spare / weight),),
+            only_value=alone,
+            rates=() if alone or self.values is not None else (1 / weight, self._rate),
+        )
+
+    def value_limits(self, incumbent_s: float) -> dict[object, float]:
+        """For each content of a stage the most T + rate * R of its layers that can still win.
+
+        The slowest stage takes at least the mean of all, so the objective is at least
+
+            sum over stages of (sum_weight + max_weight / P) * T_s + R_s / P, + constant
+
+        of which every stage's least is known, and so is the least of the stages before and after.
+        """
+        count, layers = len(self.problem.stages), len(self.problem.layers)
+        windows = self.windows or []
+        before: list[dict[int, float]] = [{0: 0.0}, *({} for _ in range(count))]
+        steps: list[tuple[int, int, int, object, float]] = []
+        for stage in range(count):
+            for first, spent in before[stage].items():
+                for end in range(max(first + 1, windows[stage + 1][0]), windows[stage + 1][1] + 1):
+                    if end not in self.rest_sum_s[stage + 1]:
+                        continue
+                    if self.hopeless(stage, first, end):
+                        break
+                    mixes = self.options(stage, first, end)
+                    if mixes:
+                        own = self.problem.stages[stage].per_step_s
+                        fixed = self.fixed_s(stage, end) + self._rate * own
+                        key = (stage, self._counts(first, end), self.problem.carried(first))
+                        steps.append((stage, first, end, key, fixed))
+                        value = spent + fixed + min(mix.value_s(self._rate) for mix in mixes)
+                        best = before[stage + 1].get(end, _INFINITY)
+                        before[stage + 1][end] = min(best, value)
+        after: list[dict[int, float]] = [*({} for _ in range(count)), {layers: 0.0}]
+        limits: dict[object, float] = {}
+        problem = self.problem
+        weight = problem.sum_weight + problem.max_weight / count
+        most = (incumbent_s - problem.constant_s) / weight
+        for stage, first, end, content, fixed in reversed(steps):
+            rest = after[stage + 1].get(end, _INFINITY)
+            least = min(mix.value_s(self._rate) for mix in self._mixes[content])
+            after[stage][first] = min(after[stage].get(first, _INFINITY), fixed + least + rest)
+            limit = most - before[stage][first] - rest - fixed
+            limits[content] = max(limits.get(content, -1.0), limit)
+        return limits
 
     def _counts(self, first: int, end: int) -> tuple[int, ...]:
         """Layers of each class among first..end-1."""

@@ -126,8 +126,7 @@ def estimate_and_count(
     cost = AnalyticCostModel(load_graph(LLAMA), parse_cluster(f"1x{WORLD}xCPU"), workload)
     stages = tuple(
         StageAssignment(
-            stage.first_layer,
-            stage.last_layer,
+            tuple(range(stage.first_layer, stage.last_layer + 1)),
             tuple(
                 layer.strategy for layer in plan.layers[stage.first_layer : stage.last_layer + 1]
             ),

@@ -65,13 +65,15 @@ def _choice(rng: random.Random, klass: int, number: int) -> Choice:
     )
 
 
-def brute_force(problem: Problem) -> float | None:
-    """The least objective over every cut and every choice of every layer."""
+def brute_force(problem: Problem, given: tuple[int, ...] | None = None) -> float | None:
+    """The least objective over every cut (or the given one) and every choice of every layer."""
     layers, count = len(problem.layers), len(problem.stages)
     assignments = list(itertools.product(*(problem.choices[klass] for klass in problem.layers)))
     best = None
     for inner in itertools.combinations(range(1, layers), count - 1):
         bounds = (0, *inner, layers)
+        if given not in (None, bounds):
+            continue
         for chosen in assignments:
             value = evaluate(problem, bounds, chosen)
             if value is not None and (best is None or value < best):

@@ -10,15 +10,41 @@ from typing import Any
 import pytest
 
 from ds_autoplan.api import plan
+from ds_autoplan.cluster import parse_cluster
+from ds_autoplan.cost.interface import StageAssignment
+from ds_autoplan.cost.model import AnalyticCostModel
 from ds_autoplan.errors import BadInputError, InfeasibleError
 from ds_autoplan.explain import diff, why_not
 from ds_autoplan.model import load_graph
 from ds_autoplan.plan import Plan
 from ds_autoplan.search.options import PlanOptions, normalise_pins, parse_pins
-from ds_autoplan.search.space import divisors, enumerate_space, interleaved_cut
+from ds_autoplan.search.space import (
+    divisors,
+    enumerate_space,
+    interleaved_bounds,
+    interleaved_cut,
+    stage_order,
+)
+from ds_autoplan.strategy import Degrees
 from ds_autoplan.workload import Workload
 
 CLUSTER = "1x8xA100-SXM-80GB"
+# three dense layers before the mixtures: the classes of a chunk depend on where it stands
+INTERLEAVED: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "moe_intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "vocab_size": 32000,
+}
 SEVEN = Workload(2048, 128)
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -132,6 +158,45 @@ def test_interleaving_counts_embedding_and_head_as_layers() -> None:
     assert interleaved_cut(126, 16, 8) == (1, 1)  # 128 = 126 + 2
     assert interleaved_cut(127, 16, 8) == (0, 1)
     assert interleaved_cut(80, 16, 3) is None
+
+
+def test_interleaved_stages_hold_every_pp_th_chunk() -> None:
+    assert stage_order(8, Degrees(pp=2, vpp=2)) == (0, 1, 4, 5, 2, 3, 6, 7)
+    assert interleaved_bounds(8, Degrees(pp=2, vpp=2)) == (0, 4, 8)
+    # embedding and head count as a layer each: chunks of 2, the first and the last one of 1
+    assert stage_order(6, Degrees(pp=2, vpp=2)) == (0, 3, 4, 1, 2, 5)
+    assert interleaved_bounds(6, Degrees(pp=2, vpp=2)) == (0, 3, 6)
+    assert stage_order(5, Degrees(pp=2)) == (0, 1, 2, 3, 4)
+    for layers, pp, vpp in ((126, 16, 8), (127, 16, 8), (96, 8, 6)):
+        order = stage_order(layers, Degrees(pp=pp, vpp=vpp))
+        bounds = interleaved_bounds(layers, Degrees(pp=pp, vpp=vpp))
+        assert sorted(order) == list(range(layers))
+        assert bounds is not None
+        for first, end in zip(bounds, bounds[1:], strict=False):
+            assert end > first
+            assert list(order[first:end]) == sorted(order[first:end])
+
+
+def test_interleaved_plans_list_each_layer_with_its_own_stage_and_strategy() -> None:
+    """A stage is priced as the layers that the plan lists for it, dense or not."""
+    graph = load_graph(INTERLEAVED)
+    cluster = parse_cluster("1x8xA100-SXM-80GB")
+    workload = Workload(2048, 64, precision="bf16", backend="megatron")
+    pins = {"pp": [4], "vpp": [2], "tp": [1], "ep": [1], "cp": [1], "micro_batch_size": [2]}
+    found = plan(graph, cluster, workload, PlanOptions(pins=pins, memory_reserve_gb=70))
+    assert [layer.index for layer in found.layers] == list(range(graph.num_layers))
+    assert [layer.stage for layer in found.layers] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert len({layer.strategy for layer in found.layers}) > 1  # memory binds in the first stages
+    own = [[layer for layer in found.layers if layer.stage == stage] for stage in range(4)]
+    stages = tuple(
+        StageAssignment(tuple(x.index for x in part), tuple(x.strategy for x in part))
+        for part in own
+    )
+    cost = AnalyticCostModel(graph, cluster, workload)
+    priced = cost.step(found.degrees, stages, found.vocabulary)
+    assert priced.step_s == pytest.approx(found.step_s, rel=1e-9)
+    for stage, estimate in zip(found.stages, priced.stages, strict=True):
+        assert stage.peak_bytes == pytest.approx(estimate.peak_bytes, rel=1e-9)
 
 
 def test_same_input_same_plan() -> None:
