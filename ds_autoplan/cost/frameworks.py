@@ -32,8 +32,6 @@ class Framework:
         tp_overlap: share of tensor-parallel traffic hidden under GEMMs.
         gradient_overlap: gradient reduction runs under the last backward pass.
         parameter_overlap: the all-gather of updated parameters runs under the next forward pass.
-        step_bytes_moved: bytes per unsharded local parameter that each step moves beside the
-            optimizer: gradients copied, unscaled, normed, flattened.
         pipeline_overlap: share of stage-to-stage sends hidden under compute (interleaved stages).
         scatter_sends: tp ranks send a slice each and gather it after the boundary.
         blocking_sends: a stage's four transfers of a micro-batch run one after another, not as two
@@ -87,7 +85,6 @@ class Framework:
     tp_overlap: float = 0.0
     gradient_overlap: bool = True
     parameter_overlap: bool = True
-    step_bytes_moved: float = 0.0
     pipeline_overlap: float = 0.8
     scatter_sends: bool = True
     blocking_sends: bool = False
@@ -160,12 +157,13 @@ MEGATRON_DEEPSPEED = replace(
     fragmentation=0.08,
 )
 # BLOOM's training at Jean Zay: launches block (CUDA_LAUNCH_BLOCKING=1 in its scripts), and 8 to
-# 11 GB a GPU went beyond states and activations.
+# 11 GB a GPU went beyond states and activations. A launch that blocks costs at least the way from
+# the host's call to the kernel's start, about 20 us for an element-wise kernel of PyTorch on a V100
+# (NVIDIA's guide to Nsight Systems); fitted on its runs: 30 us.
 BLOOM = replace(
     MEGATRON_DEEPSPEED,
     name="megatron-deepspeed-blocking",
     context_bytes=10.5e9,
-    step_bytes_moved=300.0,
     launch_stall_s=30e-6,
 )
 

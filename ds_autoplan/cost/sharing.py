@@ -84,10 +84,7 @@ def shared_state(
         reduced += gradient
         local_share = count * workload.trainable_fraction
         local_share /= group.shards if degrees.zero_stage >= 1 else 1
-        per_step += setting.kernels.stream_s(
-            local_share * framework.optimizer_bytes_moved
-            + count * workload.trainable_fraction * framework.step_bytes_moved
-        )
+        per_step += setting.kernels.stream_s(local_share * framework.optimizer_bytes_moved)
         if group.ranks == 1:
             continue
         gather = setting.bucketed("all_gather", count * own, group.inner)
