@@ -109,6 +109,9 @@ def alpa(case: Case) -> float | None:
     memory: list[Any] = []
     for layer in range(case.layers):
         here = block if layer == 0 else case.block()  # every layer is priced anew
+        norm_s, norm_bytes = here.norm_price("replicate")
+        terms.append(norm_s / scale)
+        memory.append(norm_bytes / case.limit)
         nodes = []
         for at, node in enumerate(here.nodes):
             binaries = {

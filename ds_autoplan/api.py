@@ -242,7 +242,8 @@ def _folding(graph: BlockGraph, cost: CostModel, winner: Solved) -> dict[str, An
         "candidates": folding.candidates,
         "rejected": folding.rejected,
         "kept": len(folding.kept),
-        "patterns": ["-".join(pattern.names) for pattern in folding.kept],
+        "patterns": [pattern.name for pattern in folding.kept],
+        "vocabulary": [f"embedding {first}, head {last}" for first, last in folding.vocabulary],
     }
     return {"folding": counts}
 

@@ -110,10 +110,11 @@ def test_the_plan_reports_what_folding_did(capsys: pytest.CaptureFixture[str]) -
     folding = answer["plan"]["report"]["folding"]
     assert folding["blocks"] == len(answer["plan"]["layers"])
     assert folding["distinct_blocks"] == 1
-    assert folding["candidates"] == 3**4
+    assert folding["candidates"] == 3**4 * 2  # and the norms, replicated or by tokens
     assert 0 < folding["rejected"] < folding["candidates"]
     assert 0 < folding["kept"] == len(folding["patterns"])
-    assert "column-row-column-row" in folding["patterns"]
+    assert "column-row-column-row-sequence" in folding["patterns"]
+    assert "embedding shard, head shard" in folding["vocabulary"]
     assert "Folding: " in call(capsys, "plan", *JOB, "--pin", "tp=2")[1]
 
 
