@@ -252,10 +252,10 @@ def _proof(winner: Solved, options: PlanOptions) -> dict[str, Any]:
     """The winner's stage problem as one ILP, solved by HiGHS: its own status, bound and gap."""
     from ds_autoplan.search.ilp import solve_folded
 
-    if winner.candidate.degrees.vpp > 1:
-        return {"status": "not stated", "reason": "interleaved stages have a given cut"}
+    degrees = winner.candidate.degrees
+    bounds = winner.solution.bounds if degrees.vpp > 1 else None  # interleaved: the cut is given
     started = time.monotonic()
-    answer = solve_folded(winner.problem, options.time_limit_s)
+    answer = solve_folded(winner.problem, options.time_limit_s, bounds)
     return {
         "solver": "HiGHS",
         "status": answer.status,

@@ -61,13 +61,15 @@ class _Scale:
         self.bytes = max(stage.capacity_bytes for stage in problem.stages) or 1.0
 
 
-def solve_folded(problem: Problem, time_limit_s: float | None = None) -> Answer:
-    """The optimum by the folded program."""
+def solve_folded(
+    problem: Problem, time_limit_s: float | None = None, bounds: tuple[int, ...] | None = None
+) -> Answer:
+    """The optimum by the folded program; where `bounds` are given, under that cut."""
     scale = _Scale(problem)
     model = pulp.LpProblem("stages", pulp.LpMinimize)
-    paths = _paths(model, problem)
+    paths = _paths(model, problem, bounds)
     counts = prefix_counts(problem)
-    tau, rho = model.add_variable("tau", 0), pulp.LpVariable("rho", 0)
+    tau, rho = model.add_variable("tau", 0), model.add_variable("rho", 0)
     times: list[Any] = []
     mixes: list[dict[tuple[int, int], Any]] = []
     for index, stage in enumerate(problem.stages):
@@ -131,7 +133,9 @@ def solve_folded(problem: Problem, time_limit_s: float | None = None) -> Answer:
     return _run(model, problem, scale, read, time_limit_s)
 
 
-def _paths(model: Any, problem: Problem) -> list[dict[tuple[int, int], Any]]:
+def _paths(
+    model: Any, problem: Problem, bounds: tuple[int, ...] | None
+) -> list[dict[tuple[int, int], Any]]:
     """y[s,i,j] with the path constraints."""
     count, layers = len(problem.stages), len(problem.layers)
     paths: list[dict[tuple[int, int], Any]] = []
@@ -140,7 +144,9 @@ def _paths(model: Any, problem: Problem) -> list[dict[tuple[int, int], Any]]:
             (i, j)
             for i in range(s, layers)
             for j in range(i + 1, layers - (count - 1 - s) + 1)
-            if (s > 0 or i == 0) and (s < count - 1 or j == layers)
+            if (s > 0 or i == 0)
+            and (s < count - 1 or j == layers)
+            and (bounds is None or (i, j) == (bounds[s], bounds[s + 1]))
         ]
         paths.append({(i, j): model.add_variable(f"y_{s}_{i}_{j}", cat="Binary") for i, j in spans})
     model += pulp.lpSum(paths[0].values()) == 1, "start"
@@ -208,7 +214,7 @@ def solve_unfolded(problem: Problem, time_limit_s: float | None = None) -> Answe
     for (position, s), crossed in cut.items():  # the cut before `position` ends stage s
         both = on[position - 1, s] + on[position, s + 1]
         model += crossed >= both - 1, f"crossed_{position}_{s}"
-    tau, rho = model.add_variable("tau", 0), pulp.LpVariable("rho", 0)
+    tau, rho = model.add_variable("tau", 0), model.add_variable("rho", 0)
     times = []
     for s, stage in enumerate(problem.stages):
         here = [
@@ -217,7 +223,6 @@ def solve_unfolded(problem: Problem, time_limit_s: float | None = None) -> Answe
             if at == s
         ]
         ends = [(p, crossed) for (p, at), crossed in cut.items() if at == s]
-        starts = [(p, crossed) for (p, at), crossed in cut.items() if at == s - 1]
         time_s = stage.time_s / scale.time + pulp.lpSum(
             [choice.time_s / scale.time * variable for choice, variable in here]
             + [problem.cut_time(p) / scale.time * crossed for p, crossed in ends]
@@ -226,19 +231,8 @@ def solve_unfolded(problem: Problem, time_limit_s: float | None = None) -> Answe
         model += tau >= time_s, f"slowest_{s}"
         step = pulp.lpSum(choice.per_step_s / scale.time * variable for choice, variable in here)
         model += rho >= step + stage.per_step_s / scale.time, f"per_step_{s}"
-        workspace = model.add_variable(f"W_{s}", stage.workspace_bytes / scale.bytes)
-        for at, (choice, variable) in enumerate(here):
-            need = choice.workspace_bytes / scale.bytes
-            model += workspace >= need * variable, f"workspace_{s}_{at}"
-        held = stage.state_bytes + stage.in_flight * stage.activation_bytes
-        bytes_ = pulp.lpSum(
-            [
-                (c.state_bytes + stage.in_flight * c.activation_bytes) / scale.bytes * variable
-                for c, variable in here
-            ]
-            + [stage.in_flight * problem.carried(p) / scale.bytes * x for p, x in starts]
-        )
-        model += bytes_ + workspace <= (stage.capacity_bytes - held) / scale.bytes, f"memory_{s}"
+        starts = [(problem.carried(p), x) for (p, at), x in cut.items() if at == s - 1]
+        _memory(model, problem, s, scale, here, starts)
     model += problem.sum_weight * pulp.lpSum(times) + problem.max_weight * tau + rho
 
     def read() -> Solution | None:
@@ -257,6 +251,35 @@ def solve_unfolded(problem: Problem, time_limit_s: float | None = None) -> Answe
         return _solution(problem, tuple(bounds), tuple(chosen))
 
     return _run(model, problem, scale, read, time_limit_s)
+
+
+def _memory(
+    model: Any,
+    problem: Problem,
+    index: int,
+    scale: _Scale,
+    here: list[tuple[Choice, Any]],
+    starts: list[tuple[float, Any]],
+) -> None:
+    """W_s and the memory row of a stage of the unfolded program.
+
+    `here` are its choices with their binaries; `starts` the bytes that the cut before it carries,
+    with the cut's variable.
+    """
+    stage = problem.stages[index]
+    workspace = model.add_variable(f"W_{index}", stage.workspace_bytes / scale.bytes)
+    for at, (choice, variable) in enumerate(here):
+        need = choice.workspace_bytes / scale.bytes
+        model += workspace >= need * variable, f"workspace_{index}_{at}"
+    held = stage.state_bytes + stage.in_flight * stage.activation_bytes
+    bytes_ = pulp.lpSum(
+        [
+            (c.state_bytes + stage.in_flight * c.activation_bytes) / scale.bytes * variable
+            for c, variable in here
+        ]
+        + [stage.in_flight * carried / scale.bytes * x for carried, x in starts]
+    )
+    model += bytes_ + workspace <= (stage.capacity_bytes - held) / scale.bytes, f"memory_{index}"
 
 
 def _solution(

@@ -110,6 +110,9 @@ def test_a_given_cut_is_solved_exactly(seed: int) -> None:
     assert found is not None
     assert found.bounds == bounds
     assert found.objective_s == pytest.approx(truth, rel=1e-6)
+    answer = solve_folded(problem, bounds=bounds)
+    assert answer.status == "optimal"
+    assert answer.bound_s == pytest.approx(truth, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(0, 320, 4))

@@ -183,7 +183,10 @@ def test_interleaved_plans_list_each_layer_with_its_own_stage_and_strategy() -> 
     cluster = parse_cluster("1x8xA100-SXM-80GB")
     workload = Workload(2048, 64, precision="bf16", backend="megatron")
     pins = {"pp": [4], "vpp": [2], "tp": [1], "ep": [1], "cp": [1], "micro_batch_size": [2]}
-    found = plan(graph, cluster, workload, PlanOptions(pins=pins, memory_reserve_gb=70))
+    options = PlanOptions(pins=pins, memory_reserve_gb=70, prove=True)
+    found = plan(graph, cluster, workload, options)
+    assert found.report["proof"]["status"] == "optimal"
+    assert found.report["proof"]["agrees"]
     assert [layer.index for layer in found.layers] == list(range(graph.num_layers))
     assert [layer.stage for layer in found.layers] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert len({layer.strategy for layer in found.layers}) > 1  # memory binds in the first stages
