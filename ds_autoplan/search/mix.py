@@ -181,20 +181,24 @@ class _Job:
     values: tuple[tuple[float, float], ...]
     best: Best
 
-    def runs(self, low: int) -> Iterator[tuple[float, int, int]]:
-        """(bound on the time, first, last) of runs of caps that are near each other."""
+    def runs(self, low: int) -> list[tuple[int, int]]:
+        """(first, last) of the runs of caps that are near each other, the least bound first."""
+        found: list[tuple[int, int]] = []
         while low < len(self.caps):
             near = self.caps[low].cap + _NEAR * self.room.budget
             high = low
             while high + 1 < len(self.caps) and self.caps[high + 1].cap <= near:
                 high += 1
-            relaxed = self.caps[high].allowed().root(0.0)
-            bound = relaxed.bound(
-                self.first_count, self.room.budget - self.caps[low].cap, self.room.slack
-            )
-            if bound is not None:
-                yield bound, low, high
+            found.append((low, high))
             low = high + 1
+        return sorted(found, key=self._bound) if len(found) > 1 else found
+
+    def _bound(self, run: tuple[int, int]) -> float:
+        low, high = run
+        room = self.room
+        relaxed = self.caps[high].allowed().root(0.0)
+        bound = relaxed.bound(self.first_count, room.budget - self.caps[low].cap, room.slack)
+        return INFINITY if bound is None else bound
 
     def improve(self, low: int, high: int, bytes_count: bool = True) -> None:
         """Improve `best` to the optimum under the caps `low` to `high`.
@@ -265,7 +269,7 @@ class Mixer:
         job.best.time_s *= 1 + RELATIVE
         if free >= 0:
             job.improve(free, free, bytes_count=False)
-        for _, low, high in sorted(job.runs(free + 1)):
+        for low, high in job.runs(free + 1):
             job.improve(low, high)
         return _mix(job.best, len(counts))
 

@@ -252,7 +252,7 @@ class BlockPatterns:
     def enumerate(self, norms: tuple[str, ...] = ("replicate",)) -> tuple[int, list[Pattern]]:
         """(number of candidates, those that connect): a pattern for each node, one for the norms.
 
-        Each node and each edge is priced once; a pattern's price is their sum.
+        Each node and each edge is priced once; what does not connect is dropped where it breaks.
         """
         if not self.nodes:  # a mixer only: nothing for these patterns to split
             return 0, []
@@ -275,24 +275,32 @@ class BlockPatterns:
             }
             for at, node in enumerate(self.nodes)
         ]
-        first = {name: self.first_s(name, norm) for name in self.nodes[0].legal}
         norm_s, norm_bytes = self.norm_price(norm)
-        for names in itertools.product(*(node.legal for node in self.nodes)):
-            steps = [edges[at][names[at], names[at + 1]] for at in range(last)]
-            steps.append(edges[last][names[last], None])
-            seconds = [step for step in steps if step is not None]
-            if len(seconds) <= last:
-                continue
-            parts = [prices[at][name] for at, name in enumerate(names)]
-            time_s = norm_s + first[names[0]] + sum(seconds) + sum(part[0] for part in parts)
-            yield Pattern(names, time_s, norm_bytes + sum(part[1] for part in parts), norm)
+        partial: list[tuple[tuple[str, ...], float, float]] = [
+            ((name,), norm_s + self.first_s(name, norm) + seconds, norm_bytes + bytes_)
+            for name, (seconds, bytes_) in prices[0].items()
+        ]
+        for at in range(last):
+            partial = [
+                ((*names, following), time_s + edge + seconds, held + bytes_)
+                for names, time_s, held in partial
+                for following, (seconds, bytes_) in prices[at + 1].items()
+                if (edge := edges[at][names[-1], following]) is not None
+            ]
+        for names, time_s, held in partial:
+            back = edges[last][names[-1], None]
+            if back is not None:
+                yield Pattern(names, time_s + back, held, norm)
 
 
 def choices(patterns: list[Pattern]) -> tuple[Choice, ...]:
     """The Pareto set of patterns as choices of the stage problem, named by the pattern."""
-    return pareto(
-        [Choice(p.time_s, p.bytes, 0.0, 0.0, 0.0, Strategy(p.name, "pattern")) for p in patterns]
-    )
+    kept: list[Choice] = []
+    for pattern in sorted(patterns, key=lambda p: (p.time_s, p.bytes)):
+        if not kept or pattern.bytes < kept[-1].state_bytes:
+            strategy = Strategy(pattern.name, "pattern")
+            kept.append(Choice(pattern.time_s, pattern.bytes, 0.0, 0.0, 0.0, strategy))
+    return tuple(kept)
 
 
 def vocabulary(cost: AnalyticCostModel, degrees: Degrees) -> tuple[int, list[Choice]]:
