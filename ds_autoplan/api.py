@@ -14,6 +14,7 @@ from ds_autoplan.model.flops import model_flops
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.model.load import graph_of_config, read_config
 from ds_autoplan.plan import LayerPlan, Plan, SolverReport, StagePlan
+from ds_autoplan.reading import count, number
 from ds_autoplan.search.options import DEFAULT_RESERVE, PlanOptions
 from ds_autoplan.search.pricing import Pricer
 from ds_autoplan.search.solve import Outcome, Progress, Solved, search
@@ -118,9 +119,8 @@ def check_workload(graph: BlockGraph, workload: Workload) -> None:
         BadInputError: a size is not positive, a name unknown, or the sequence too long.
     """
     for name in ("seq_length", "global_batch_size"):
-        value = getattr(workload, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise BadInputError(f"{name} is {value!r}.", "It must be a positive integer.")
+        count(getattr(workload, name), name)
+    number(workload.gradient_clipping, "gradient_clipping", zero=True)
     for name, allowed in (("precision", PRECISIONS), ("backend", BACKENDS)):
         value = getattr(workload, name)
         if value not in allowed:

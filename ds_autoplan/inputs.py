@@ -64,7 +64,7 @@ def recall(plan: Plan) -> Inputs:
         return Inputs(
             graph, _topology(data["topology"]), Workload(**data["workload"]), PlanOptions(**options)
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise BadInputError(
             f"The inputs inside the plan cannot be read: {error!r}.",
             "They are what `ds-autoplan plan` wrote.",
@@ -111,4 +111,6 @@ def _topology(data: dict[str, Any]) -> Topology:
     plain = dict(data)
     plain["device"] = Device(**data["device"])
     plain["levels"] = tuple(Level(**item) for item in data["levels"])
+    if not plain["levels"]:
+        raise ValueError("a cluster without levels")
     return Topology(**plain)

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_autoplan.errors import BadInputError
+from ds_autoplan.reading import check_types, number, read_object
 from ds_autoplan.strategy import Degrees, Strategy
 
 SCHEMA_VERSION = 1
@@ -190,7 +191,11 @@ class Plan:
                 alternatives=tuple(data.get("alternatives", ())),
                 excluded=tuple(data.get("excluded", ())),
             )
-        except (KeyError, TypeError) as error:
+            check_types(plan, "The plan")
+            number(plan.step_s, "The plan's step_s")
+            for item in plan.excluded:
+                dict(item["candidate"]), str(item["reason"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadInputError(
                 f"The plan cannot be read: {error}.",
                 "A plan file is what `ds-autoplan plan --out` wrote.",
@@ -213,18 +218,13 @@ class Plan:
         Raises:
             BadInputError: the file is missing, not JSON, or not a plan.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
+        if not Path(path).exists():
             raise BadInputError(
                 f"The plan file {str(path)!r} does not exist.",
                 "",
                 "Write one with `ds-autoplan plan ... --out FILE`.",
-            ) from error
-        except json.JSONDecodeError as error:
-            raise BadInputError(f"The plan file {str(path)!r} is not JSON: {error}.") from error
-        if not isinstance(data, dict):
-            raise BadInputError(f"The plan file {str(path)!r} holds no JSON object.")
+            )
+        data = read_object(path, "plan file")
         return cls.from_json(data)
 
     def save(self, path: str | Path) -> None:

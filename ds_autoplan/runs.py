@@ -16,6 +16,7 @@ from typing import Any
 from ds_autoplan.errors import BadInputError
 from ds_autoplan.inputs import Inputs, recall
 from ds_autoplan.plan import Plan
+from ds_autoplan.reading import parse_json, read_text
 
 GIB = 2**30
 SOURCE = "ds_autoplan"
@@ -27,21 +28,19 @@ def load_runs(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         BadInputError: missing file, or a line that is no JSON object.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise BadInputError(f"The runs file {str(path)!r} does not exist.") from error
+    lines = read_text(path, "runs file").splitlines()
     runs = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            run = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInputError(f"Line {number} of {str(path)!r} is not JSON: {error}.") from error
+        run = parse_json(line, f"Line {number} of {str(path)!r}")
         if not isinstance(run, dict):
             raise BadInputError(f"Line {number} of {str(path)!r} holds no JSON object.")
         runs.append(run)
+    if not runs:
+        raise BadInputError(
+            f"The runs file {str(path)!r} holds no runs.", "One JSON object a line."
+        )
     return runs
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from ds_autoplan.cli.jobs import add_json
 from ds_autoplan.errors import BadInputError
+from ds_autoplan.reading import parse_json, read_text
 
 EPILOG = """example:
   ds-autoplan validate runs.jsonl --groups groups.json"""
@@ -37,21 +37,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _groups(path: str) -> list[dict[str, Any]]:
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInputError(
-            f"The groups file {path!r} cannot be read: {error.strerror}."
-        ) from error
-    except json.JSONDecodeError as error:
-        raise BadInputError(f"The groups file {path!r} is not JSON: {error}.") from error
+    data = parse_json(read_text(path, "groups file"), f"The groups file {path!r}")
     groups = data.get("groups") if isinstance(data, dict) else data
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+    if not isinstance(groups, list) or not all(_is_group(group) for group in groups):
         raise BadInputError(
             f"The groups file {path!r} holds no list of groups.",
             'A group is an object whose "rows_fastest_first" lists runs by "id".',
         )
     return groups
+
+
+def _is_group(group: object) -> bool:
+    entries = group.get("rows_fastest_first", []) if isinstance(group, dict) else None
+    return isinstance(entries, list) and all(
+        isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
+    )
 
 
 def _show(answer: dict[str, Any]) -> None:

@@ -21,8 +21,10 @@ from typing import Any
 
 from ds_autoplan.cluster.topology import Device, Level, Topology
 from ds_autoplan.errors import BadInputError
+from ds_autoplan.reading import count, number, read_object
 
 GIB = 2**30
+MOST_DEVICES = 1_000_000  # the largest clusters have a tenth of it
 # Per-hop latencies with NCCL's protocol cost. NVLink: 8-GPU all-reduce fits of 23 to 59 us over 14
 # hops (NVIDIA/dgxc-benchmarking@841f546 nccl/README.md, stas00/ml-engineering@744d01e18b
 # network/README.md); PCIe: MooreThreads/SimuMax@4dcaae5 configs/system/a100_pcie.json (5 to 15 us
@@ -92,20 +94,23 @@ def build_device(facts: dict[str, Any]) -> Device:
         return Device(
             name=facts["name"],
             architecture=facts["architecture"],
-            multiprocessors=int(facts["multiprocessors"]),
-            memory_bytes=int(facts["memory_gib"] * GIB),
-            memory_bytes_per_s=facts["memory_tb_s"] * 1e12,
-            peak_flops={key: value * 1e12 for key, value in facts["peak_tflops"].items()},
-            matmul_flops={
-                key: value * 1e12 for key, value in facts.get("matmul_tflops", {}).items()
-            },
+            multiprocessors=count(facts["multiprocessors"], "The device's multiprocessors"),
+            memory_bytes=int(number(facts["memory_gib"], "The device's memory_gib") * GIB),
+            memory_bytes_per_s=number(facts["memory_tb_s"], "The device's memory_tb_s") * 1e12,
+            peak_flops=_flops(facts, "peak_tflops"),
+            matmul_flops=_flops(facts, "matmul_tflops") if "matmul_tflops" in facts else {},
             source=facts.get("source", ""),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise BadInputError(
             f"The device description lacks or misstates {error}.",
             "It needs name, architecture, multiprocessors, memory_gib, memory_tb_s, peak_tflops.",
         ) from error
+
+
+def _flops(facts: dict[str, Any], key: str) -> dict[str, float]:
+    rates = facts[key].items()
+    return {name: number(rate, f"The device's {key} for {name}") * 1e12 for name, rate in rates}
 
 
 def build_topology(
@@ -127,7 +132,8 @@ def build_topology(
         name: display name.
     """
     facts = device_facts(device_name)
-    total = nodes * gpus_per_node
+    total = count(nodes, "The number of nodes") * count(gpus_per_node, "The devices of a node")
+    count(total, "The number of devices", MOST_DEVICES)
     hop = HOP_LATENCY_S[facts["link"]]
     inside = gpus_per_node
     domain = facts.get("nvlink_domain", 0)
@@ -152,7 +158,8 @@ def build_topology(
     )
     if total > inside:
         gbit = facts["nic_gbit"] if nic_gbit is None else nic_gbit
-        per_device = gbit / 8 * 1e9 * NIC_EFFICIENCY / oversubscription
+        per_device = number(gbit, "The network's Gb/s per device") / 8 * 1e9 * NIC_EFFICIENCY
+        per_device /= number(oversubscription, "The oversubscription")
         levels.append(Level("cluster", total, per_device, HOP_LATENCY_S["network"]))
     return Topology(
         device=build_device(facts),
@@ -172,6 +179,8 @@ def parse_cluster(spec: str) -> Topology:
         BadInputError: neither a known form nor a readable cluster JSON.
     """
     text = spec.strip()
+    if len(text) > 4096:  # longer than any path; the system would raise
+        raise BadInputError("The cluster's description is longer than any path.")
     if text.endswith(".json") or Path(text).is_file():
         return load_cluster(Path(text))
     match = _SPEC.match(text)
@@ -191,10 +200,10 @@ def parse_cluster(spec: str) -> Topology:
         if key == "nic":
             nic = _gbit(value, spec)
         elif key == "nics":
-            count, _, rate = value.partition("x")
-            nic = _number(count, spec) * _gbit(rate, spec) / gpus
+            nics, _, rate = value.partition("x")
+            nic = number(nics, f"The number of NICs in {spec!r}") * _gbit(rate, spec) / gpus
         elif key == "oversubscription":
-            oversubscription = _number(value, spec)
+            oversubscription = number(value, f"The oversubscription in {spec!r}")
         else:
             raise BadInputError(
                 f"The cluster option {option!r} in {spec!r} is not known.",
@@ -209,14 +218,7 @@ def load_cluster(path: Path) -> Topology:
     Raises:
         BadInputError: missing file, bad JSON, or missing keys.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BadInputError(f"The cluster file {str(path)!r} does not exist.") from error
-    except json.JSONDecodeError as error:
-        raise BadInputError(f"The cluster file {str(path)!r} is not JSON: {error}.") from error
-    if not isinstance(data, dict):
-        raise BadInputError(f"The cluster file {str(path)!r} holds no JSON object.")
+    data = read_object(path, "cluster file")
     return topology_from_json(data)
 
 
@@ -234,11 +236,11 @@ def topology_from_json(data: dict[str, Any]) -> Topology:
                 'It needs "levels", or a bundled "device" with "nodes" and "gpus_per_node".',
             )
         return build_topology(
-            int(data["nodes"]),
-            int(data["gpus_per_node"]),
+            data["nodes"],
+            data["gpus_per_node"],
             device,
             data.get("nic_gbit"),
-            float(data.get("oversubscription", 1.0)),
+            data.get("oversubscription", 1.0),
             str(data.get("name", "")),
         )
     facts = device_facts(device) if isinstance(device, str) else device
@@ -246,16 +248,16 @@ def topology_from_json(data: dict[str, Any]) -> Topology:
         levels = tuple(
             Level(
                 name=str(level["name"]),
-                size=int(level["size"]),
-                bytes_per_s=float(level["gb_per_s"]) * 1e9,
-                latency_s=float(level["latency_us"]) * 1e-6,
-                all_reduce_bytes_per_s=float(level.get("all_reduce_gb_per_s", 0)) * 1e9,
-                all_to_all_bytes_per_s=float(level.get("all_to_all_gb_per_s", 0)) * 1e9,
-                pair_bytes_per_s=float(level.get("pair_gb_per_s", 0)) * 1e9,
+                size=count(level["size"], "A level's size", MOST_DEVICES),
+                bytes_per_s=number(level["gb_per_s"], "A level's gb_per_s") * 1e9,
+                latency_s=number(level["latency_us"], "A level's latency_us", zero=True) * 1e-6,
+                all_reduce_bytes_per_s=_rate(level, "all_reduce_gb_per_s"),
+                all_to_all_bytes_per_s=_rate(level, "all_to_all_gb_per_s"),
+                pair_bytes_per_s=_rate(level, "pair_gb_per_s"),
             )
             for level in data["levels"]
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise BadInputError(
             f"A level of the cluster JSON lacks or misstates {error}.",
             "Each level needs name, size, gb_per_s and latency_us.",
@@ -270,7 +272,7 @@ def topology_from_json(data: dict[str, Any]) -> Topology:
         device=build_device(facts),
         levels=levels,
         name=str(data.get("name", facts["name"])),
-        gpus_per_node=int(data.get("gpus_per_node", sizes[0])),
+        gpus_per_node=count(data.get("gpus_per_node", sizes[0]), "gpus_per_node"),
         calibrated=bool(data.get("calibrated", False)),
     )
 
@@ -283,11 +285,8 @@ def _gbit(text: str, spec: str) -> float:
             "A rate is a number of gigabits per second.",
             "For example nic=400Gb.",
         )
-    return float(match.group(1))
+    return number(match.group(1), f"The network rate {text!r} in {spec!r}")
 
 
-def _number(text: str, spec: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise BadInputError(f"{text!r} in {spec!r} is not a number.") from error
+def _rate(level: dict[str, Any], key: str) -> float:
+    return number(level.get(key, 0), f"A level's {key}", zero=True) * 1e9

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ds_autoplan import reading
 from ds_autoplan.errors import BadInputError
 from ds_autoplan.model.architecture_row import Architecture, Experts, Flag
 from ds_autoplan.model.graph import Attention, BlockClass, BlockGraph, Mlp, Operator, SkipEdge
 
 Config = Mapping[str, Any]
+MOST_LAYERS = 100_000  # a hundred times the deepest model trained
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ def field(config: Config, names: tuple[str, ...], what: str) -> int:
             raise BadInputError(
                 f"The config has {name} = {value!r}.", f"The {what} must be a positive integer."
             )
-        return value
+        return reading.count(
+            value, f"The config's {name}", MOST_LAYERS if "layers" in name else reading.MOST
+        )
     raise BadInputError(
         f"The config of a {config.get('model_type')!r} model has no {' or '.join(names)}.",
         f"The {what} is needed to plan.",
@@ -90,6 +94,11 @@ def read_sizes(config: Config, row: Architecture) -> Sizes:
             )
         head_dim = hidden // heads
     kv_heads = _optional(config, row.kv_heads) or heads
+    if heads % kv_heads:
+        raise BadInputError(
+            f"The config has {heads} attention heads and {kv_heads} key-value heads.",
+            "Key-value heads are shared evenly, so their number divides that of the heads.",
+        )
     if row.multi_query and not flag(config, row.new_decoder or False):
         kv_heads = 1 if flag(config, row.multi_query) else heads
     value_head_dim = head_dim

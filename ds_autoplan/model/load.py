@@ -14,9 +14,11 @@ from ds_autoplan.model.build import build_decoder
 from ds_autoplan.model.encoders import BUILDERS as ENCODERS
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.model.hybrids import BUILDERS as HYBRIDS
+from ds_autoplan.reading import read_object
 
 BUILDERS = {**ENCODERS, **HYBRIDS}
 _DATA = Path(__file__).parent / "data"
+_MISREAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
 
 
 def bundled_models() -> dict[str, dict[str, Any]]:
@@ -60,6 +62,8 @@ def read_config(model: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any
     if str(model) in bundled:
         return bundled[str(model)], str(model)
     path = Path(model)
+    if len(str(model)) > 4096:  # longer than any path; the system would raise
+        raise BadInputError("The model's name is longer than any path.")
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
@@ -75,12 +79,7 @@ def read_config(model: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any
             "it is neither a file, nor a folder with a config.json, nor a bundled architecture.",
             hint,
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadInputError(f"The model config {str(path)!r} is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise BadInputError(f"The model config {str(path)!r} holds no JSON object.")
+    config = read_object(path, "model config")
     default = path.resolve().parent.name if path.name == "config.json" else path.stem
     return config, default or str(config.get("model_type"))
 
@@ -96,9 +95,16 @@ def graph_of_config(config: Mapping[str, Any], name: str) -> BlockGraph:
     """
     complete = complete_config(config, name)
     model_type = complete["model_type"]
-    if model_type in BUILDERS:
-        return BUILDERS[model_type](complete, name)
-    return build_decoder(complete, ARCHITECTURES[model_type], name)
+    try:
+        if model_type in BUILDERS:
+            return BUILDERS[model_type](complete, name)
+        return build_decoder(complete, ARCHITECTURES[model_type], name)
+    except _MISREAD as error:
+        raise BadInputError(
+            f"The config of {name!r} cannot be read as a {model_type!r} model: {error!r}.",
+            "A key holds something that transformers would not take.",
+            "Compare it with a config.json that save_pretrained wrote.",
+        ) from error
 
 
 def complete_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:

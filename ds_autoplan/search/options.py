@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_autoplan.errors import BadInputError
+from ds_autoplan.reading import number
 from ds_autoplan.strategy import ATTENTION_SHARDINGS, CHECKPOINTING, MLP_SHARDINGS
 
 NUMBER_PINS = ("tp", "pp", "dp", "cp", "ep", "vpp", "zero_stage", "micro_batch_size")
@@ -67,12 +68,10 @@ class PlanOptions:
             if value not in allowed:
                 known = ", ".join(repr(item) for item in allowed)
                 raise BadInputError(f"{name} is {value!r}.", f"It must be one of {known}.")
-        if self.memory_reserve_gb is not None and self.memory_reserve_gb < 0:
-            raise BadInputError(
-                f"memory_reserve_gb is {self.memory_reserve_gb}.", "It must not be negative."
-            )
-        if self.time_limit_s is not None and self.time_limit_s <= 0:
-            raise BadInputError(f"time_limit_s is {self.time_limit_s}.", "It must be positive.")
+        if self.memory_reserve_gb is not None:
+            number(self.memory_reserve_gb, "memory_reserve_gb", zero=True)
+        if self.time_limit_s is not None:
+            number(self.time_limit_s, "time_limit_s")
 
     def allows(self, name: str, value: object) -> bool:
         """Whether the pins leave this value open."""

@@ -8,8 +8,10 @@ for a engine calls per step (a = 1 unless the script says otherwise). Then num_m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ds_autoplan.model.graph import BlockClass, BlockGraph
@@ -89,7 +91,7 @@ def enumerate_space(
 ) -> Space:
     """All candidates of a job on `world` devices that pins, model and backend allow."""
     space = Space()
-    _note_impossible_pins(space, world, options)
+    _note_impossible_pins(space, world, options, workload.backend)
     for tp in divisors(world):
         if not _tp_allowed(space, graph, tp, options):
             continue
@@ -105,21 +107,24 @@ def enumerate_space(
     return space
 
 
-def _note_impossible_pins(space: Space, world: int, options: PlanOptions) -> None:
+def _note_impossible_pins(space: Space, world: int, options: PlanOptions, backend: str) -> None:
     for name in ("tp", "pp", "dp", "cp"):
         for value in options.pins.get(name, ()):
             if world % value:
                 space.exclude(
                     f"{name}={value} does not divide the {world} devices", **{name: value}
                 )
-    product = 1
-    for name in ("tp", "pp", "dp", "cp"):
-        values = options.pins.get(name, ())
-        product = product * values[0] if len(values) == 1 else 0
-    if product and product != world and world % product == 0:
+    axes = ("tp", "pp", "dp") if backend == "deepspeed" else ("tp", "pp", "dp", "cp")
+    pinned = [name for name in (*axes[:3], "cp") if name in options.pins]
+    free = any(name not in options.pins for name in axes)
+    products = [prod(each) for each in itertools.product(*(options.pins[n] for n in pinned))]
+    if not any(world % each == 0 if free else world == each for each in products):
+        named = ", ".join(
+            f"{name}={' or '.join(str(value) for value in options.pins[name])}" for name in pinned
+        )
         space.exclude(
-            f"tp * pp * dp * cp is {product}, but there are {world} devices",
-            **{name: options.pins[name][0] for name in ("tp", "pp", "dp", "cp")},
+            f"tp * pp * dp * cp must be the {world} devices, which no choice of {named} allows",
+            **{name: options.pins[name][0] for name in pinned if len(options.pins[name]) == 1},
         )
 
 

@@ -171,7 +171,10 @@ BAD: list[tuple[list[str], str]] = [
     (["plan", *JOB, "--pin", "pt=4"], "Did you mean 'tp'?"),
     (["plan", *JOB, "--pin", "tp=0"], "positive integer"),
     (["plan", *JOB, "--pin", "micro_batch_size=1", "--micro-batch-size", "2"], "Give it once"),
-    (["plan", *JOB, "--time-limit", "-1"], "must be positive"),
+    (
+        ["plan", *JOB, "--time-limit", "-1"],
+        "time_limit_s is -1.0",
+    ),
     (["plan", *JOB, "--top", "-1"], "must not be negative"),
     (["plan", *JOB, "--out", "/no/such/folder/plan.json"], "cannot be written"),
     (["explain", "/no/such/plan.json"], "does not exist"),

@@ -114,7 +114,11 @@ def test_each_exclusion_has_its_reason() -> None:
     assert "2047 does not divide by tp=2" in reasons({"tp": 2, "sequence_parallel": True}, odd)
     accumulated = replace(SEVEN, gradient_accumulation_steps=5)
     assert "5 accumulation steps" in reasons({"dp": 8}, accumulated)
-    assert "tp * pp * dp * cp is 4" in reasons({"tp": 2, "pp": 2, "dp": 1, "cp": 1})
+    rule = "tp * pp * dp * cp must be the 8 devices, which no choice of"
+    four = {"tp": 2, "pp": 2, "dp": 1, "cp": 1}
+    assert f"{rule} tp=2, pp=2, dp=1, cp=1 allows" in reasons(four)
+    assert f"{rule} tp=8, pp=8 allows" in reasons({"tp": 8, "pp": 8})
+    assert f"{rule} tp=1 or 2, pp=1, dp=1 allows" in reasons({"tp": [1, 2], "pp": 1, "dp": 1})
 
 
 def test_a_pass_is_one_engine_call_under_deepspeed() -> None:
