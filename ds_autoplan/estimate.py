@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from ds_autoplan.cluster.topology import Topology
@@ -9,6 +10,8 @@ from ds_autoplan.cost.interface import StageAssignment, StepEstimate
 from ds_autoplan.cost.model import MEMORY_KEYS, AnalyticCostModel
 from ds_autoplan.errors import InfeasibleError
 from ds_autoplan.model.graph import BlockGraph
+from ds_autoplan.search.options import PlanOptions
+from ds_autoplan.search.space import enumerate_space
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
 
@@ -67,6 +70,17 @@ def estimate(
         )
     model = AnalyticCostModel(graph, topology, workload)
     return model.step(degrees, even_cut(graph.num_layers, degrees.pp, strategy), vocabulary)
+
+
+def exclusions(
+    graph: BlockGraph, workload: Workload, degrees: Degrees, strategy: Strategy
+) -> tuple[str, ...]:
+    """Why the planner would not consider this setting on this backend; empty where it would."""
+    pins: dict[str, Any] = {item.name: getattr(degrees, item.name) for item in fields(degrees)}
+    del pins["num_micro_batches"]
+    pins["sequence_parallel"] = strategy.sequence_parallel
+    space = enumerate_space(graph, degrees.world_size, workload, PlanOptions(pins=pins))
+    return () if space.candidates else tuple(dict.fromkeys(space.excluded.values()))
 
 
 def estimate_json(priced: StepEstimate, workload: Workload, num_devices: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Price the setting; status 1 where the degrees cannot be."""
     from ds_autoplan.api import check_workload
     from ds_autoplan.cluster import parse_cluster
-    from ds_autoplan.estimate import estimate, estimate_json
+    from ds_autoplan.estimate import estimate, estimate_json, exclusions
     from ds_autoplan.model import load_graph
 
     graph, topology, workload = (
@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     )
     priced = estimate(graph, topology, workload, degrees, strategy)
     answer = estimate_json(priced, workload, topology.num_devices)
+    excluded = exclusions(graph, workload, degrees, strategy)
+    answer["excluded"] = list(excluded)
     if args.json:
         print(json.dumps(answer))
         return 0
@@ -69,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         for index, memory in enumerate(answer["memory"])
     ]
     print(table(["stage", "peak GB", *keys], rows))
+    for reason in excluded:
+        print(f"The planner excludes this: {reason}")
     for note in priced.assumptions:
         print(f"Assumes: {note}")
     return 0

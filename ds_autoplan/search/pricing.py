@@ -47,6 +47,7 @@ class Pricer:
         self.options = options
         self.capacity_bytes = capacity_bytes
         self.population = [graph.layers.count(index) for index in range(len(graph.classes))]
+        self._missing: dict[Candidate, float] = {}
         self._times: dict[object, tuple[list[float], float, float]] = {}
 
     def quick_bound_s(self, candidate: Candidate) -> float:
@@ -99,6 +100,8 @@ class Pricer:
         Checkpointing and sharding never make a layer bigger, so only the heaviest allowed
         checkpointing of the first sharding is priced.
         """
+        if candidate in self._missing:
+            return self._missing[candidate]
         smallest = [
             (
                 self._choice(
@@ -107,7 +110,8 @@ class Pricer:
             )
             for index, block in enumerate(self.graph.classes)
         ]
-        return missing_bytes(self._with_choices(candidate, smallest))
+        self._missing[candidate] = missing_bytes(self._with_choices(candidate, smallest))
+        return self._missing[candidate]
 
     def _heaviest(self) -> int:
         """Where the heaviest allowed checkpointing stands among a sharding's strategies."""

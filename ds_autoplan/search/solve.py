@@ -129,6 +129,8 @@ def _search(
             limit = min(limit, own.solution.objective_s)
         if bound >= limit:
             outcome.pruned += 1
+        elif not sharp and not best and (missing := pricer.missing_bytes(candidate)) > 0:
+            outcome.too_big.append((candidate, missing))  # cheaper to see than the sharper bound
         elif not sharp:
             sharper = max(bound, pricer.bound_s(candidate))
             heapq.heappush(queue, (sharper, True, simplicity, at))

@@ -186,3 +186,28 @@ def test_plans_that_were_edited(
     path.write_text(json.dumps(data))
     message = refused(capsys, "explain", str(path), "--why-not", "tp=2")
     assert "plan" in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("--tp 1 --pp 4 --dp 1 --zero-stage 3", "ZeRO stages 0 and 1 only"),
+        ("--tp 1 --pp 1 --dp 2 --cp 2 --zero-stage 1", "no context parallelism"),
+        ("--tp 1 --pp 1 --dp 4 --ep 2 --zero-stage 1", "experts"),
+        ("--tp 1 --pp 4 --dp 1 --vpp 2 --zero-stage 1", "interleaved"),
+        ("--tp 1 --pp 1 --dp 4 --zero-stage 1 --sequence-parallel", "needs tp > 1"),
+        ("--tp 2 --pp 1 --dp 2 --zero-stage 1", ""),
+    ],
+)
+def test_an_estimate_says_what_the_planner_excludes(
+    setting: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is priced all the same: "what if" is the question."""
+    words = ["estimate", *job(tmp_path)[1:], *setting.split(), "--micro-batch-size", "1"]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["step_s"] > 0
+    assert bool(answer["excluded"]) == bool(reason)
+    assert reason in " ".join(answer["excluded"])
+    assert main(words) == 0
+    assert ("The planner excludes this" in capsys.readouterr().out) == bool(reason)
