@@ -292,6 +292,8 @@ class _Search:
         self.levels, self.limits, self.best = levels, limits, best
         self.visits = 0
         self.slack = limits.slack
+        # T alone counts: what relaxes it is among the counts that can win, if any is
+        self.plain = len(rates) == 1 and limits.per_step_s == INFINITY
         most = {rate: limit * (1 + RELATIVE) for rate, limit in limits.values}
         # (rate, what a bound on T + rate * R may exceed the incumbent's time by, a limit on it)
         self.rules = [
@@ -347,7 +349,7 @@ class _Search:
         middle = left if level.last else level.relaxed[0].count(left, state.room)
         down = range(left, left - 1, -1) if level.last else range(middle, -1, -1)
         for side in (down, range(middle + 1, left + 1)):
-            entered = len(self.rules) == 1  # T alone: what relaxes it is in the interval
+            entered = self.plain
             for count in side:
                 spent = self.spend(level, count, state)
                 after = 0

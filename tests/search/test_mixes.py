@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +16,7 @@ from ds_autoplan.search import knapsack
 from ds_autoplan.search.cut import solve_exact
 from ds_autoplan.search.heuristic import construct
 from ds_autoplan.search.ilp import solve_folded
+from ds_autoplan.search.mix import Mixer, Room
 from ds_autoplan.search.options import PlanOptions
 from ds_autoplan.search.problem import Choice, Problem, Stage, evaluate
 from ds_autoplan.workload import Workload
@@ -76,6 +79,61 @@ def test_many_layers_agree_with_highs(seed: int) -> None:
     assert answer.bound_s <= found.objective_s * (1 + 1e-6)
     if answer.status == "optimal":
         assert found.objective_s == pytest.approx(answer.bound_s, rel=1e-6)
+
+
+def _splits(count: int, kinds: int) -> Iterator[tuple[int, ...]]:
+    if kinds == 1:
+        yield (count,)
+        return
+    for first in range(count + 1):
+        for rest in _splits(count - first, kinds - 1):
+            yield (first, *rest)
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 40))
+def test_mixes_under_every_limit_agree_with_all_splits(seed: int) -> None:
+    limited = 0
+    for each in range(seed, seed + 40):
+        rng = random.Random(each)
+        counts = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 2)))
+        choices = tuple(
+            tuple(
+                Choice(
+                    float(rng.randint(1, 9)),
+                    float(rng.randint(1, 9)),
+                    0.0,
+                    float(rng.choice([0, 0, 2, 5])),
+                    float(rng.randint(0, 6)),
+                )
+                for _ in range(rng.randint(1, 4))
+            )
+            for _ in counts
+        )
+        room = Room(1.0, float(rng.randint(4, 60)), float(rng.choice([0, 3])))
+        step = rng.choice([float("inf"), float(rng.randint(0, 30))])
+        rate = rng.choice([0.5, 1.0, 3.0])
+        values = rng.choice([(), ((rate, float(rng.randint(5, 60))),)])
+        best = float("inf")
+        for split in itertools.product(
+            *(_splits(n, len(c)) for n, c in zip(counts, choices, strict=True))
+        ):
+            taken = [
+                (choice, number)
+                for each_class, numbers in zip(choices, split, strict=True)
+                for choice, number in zip(each_class, numbers, strict=True)
+                if number
+            ]
+            time_s = sum(n * c.time_s for c, n in taken)
+            per_step = sum(n * c.per_step_s for c, n in taken)
+            need = sum(n * c.state_bytes for c, n in taken)
+            need += max(room.workspace_floor, *(c.workspace_bytes for c, _ in taken))
+            over = any(time_s + r * per_step > most for r, most in values)
+            if need <= room.budget and per_step <= step and not over:
+                best = min(best, time_s)
+        mix = Mixer(choices).fastest(counts, room, per_step_limit_s=step, values=values)
+        assert (mix.time_s if mix else float("inf")) == best, each
+        limited += step < float("inf") or bool(values)
+    assert limited > 15
 
 
 def test_the_sample_of_many_layers_is_not_trivial() -> None:
