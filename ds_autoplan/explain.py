@@ -10,6 +10,7 @@ from ds_autoplan.api import plan as make_plan
 from ds_autoplan.errors import InfeasibleError
 from ds_autoplan.inputs import Inputs, recall
 from ds_autoplan.plan import Plan
+from ds_autoplan.reading import number
 from ds_autoplan.search.options import PlanOptions
 
 HEAD = (
@@ -68,6 +69,7 @@ def why_not(plan: Plan, pins: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         schedule=inputs.options.schedule,
         top_k=0,
     )
+    number(plan.step_s, "The plan's step_s")
     answer: dict[str, Any] = {"candidate": asked, "pinned_otherwise": pinned}
     try:
         other = make_plan(inputs.graph, inputs.topology, inputs.workload, options)

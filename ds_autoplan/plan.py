@@ -192,7 +192,7 @@ class Plan:
                 excluded=tuple(data.get("excluded", ())),
             )
             check_types(plan, "The plan")
-            number(plan.step_s, "The plan's step_s")
+            number(plan.step_s, "The plan's step_s", zero=True)  # made by hand: not priced
             for item in plan.excluded:
                 dict(item["candidate"]), str(item["reason"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
