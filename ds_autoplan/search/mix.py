@@ -7,9 +7,8 @@ For a stage with n_c layers of class c, over counts x_ck >= 0 with sum_k x_ck = 
                sum x_ck * per_step_ck <= per_step limit
 
 Identical layers are interchangeable, so counts say everything. The workspace maximum is linearised
-by trying each workspace value as the cap. Each case is a multiple-choice knapsack with counts,
-solved by branch and bound on its linear relaxation (greedy along each class's convex hull), so the
-answer is exact.
+by trying workspace values as the cap, those near each other together. Each case is a knapsack with
+counts, solved exactly (:mod:`ds_autoplan.search.knapsack`).
 """
 
 from __future__ import annotations

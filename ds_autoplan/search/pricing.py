@@ -136,9 +136,9 @@ class Pricer:
     def _with_choices(self, candidate: Candidate, choices: Sequence[tuple[Choice, ...]]) -> Problem:
         degrees = candidate.degrees
         passes = passes_of(self.workload)
-        cut_time, carried = self._cuts(candidate)
         gpipe = self.options.schedule == "gpipe" and degrees.pp > 1
         order = stage_order(self.graph.num_layers, degrees)
+        cut_time, carried = self._cuts(candidate, order)
         return Problem(
             layers=tuple(self.graph.layers[at] for at in order),
             choices=tuple(choices),
@@ -188,7 +188,10 @@ class Pricer:
             )
         return tuple(stages)
 
-    def _cuts(self, candidate: Candidate) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _cuts(
+        self, candidate: Candidate, order: tuple[int, ...]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds of, and bytes carried over, the cut before each place of `order`."""
         degrees = candidate.degrees
         if degrees.pp == 1:
             return (), ()
@@ -199,10 +202,10 @@ class Pricer:
         priced = {
             cut: self.cost.boundary_s(degrees, strategy, sum(cut)) for cut in dict.fromkeys(cuts)
         }
-        # a stage ends after its last chunk and starts with its first
-        order = stage_order(self.graph.num_layers, degrees)
-        ends = [self.graph.cut_after(at) for at in order[:-1]]
-        starts = [self.graph.cut_elements[at] for at in order[1:]]
+        ends = starts = cuts
+        if degrees.vpp > 1:  # a stage ends after its last chunk and starts with its first
+            ends = tuple(self.graph.cut_after(at) for at in order[:-1])
+            starts = tuple(self.graph.cut_elements[at] for at in order[1:])
         times = (0.0, *(priced[cut] for cut in ends))
         if not any(skipped for _, skipped in priced):
             return times, ()

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from ds_autoplan.search.knapsack import INFINITY, RELATIVE
 from ds_autoplan.search.mix import Mix, Mixer, Wanted, room_of
 from ds_autoplan.search.problem import Problem, fastest_times, prefix_counts
-
-RELATIVE = 1e-12
-_INFINITY = float("inf")
 
 
 class Stages:
@@ -77,7 +75,7 @@ class Stages:
     def bound_s(self) -> float:
         """A lower bound on every solution that beats the incumbent; infinite if there is none."""
         if self.windows is None or 0 not in self.rest_sum_s[0]:
-            return _INFINITY
+            return INFINITY
         return self.bound(self.rest_sum_s[0][0], self.rest_longest_s[0][0], 0.0)
 
     def bound(self, total_s: float, longest_s: float, per_step_s: float) -> float:
@@ -195,7 +193,7 @@ class Stages:
                         key = (stage, self._counts(first, end), self.problem.carried(first))
                         steps.append((stage, first, end, key, fixed))
                         value = spent + fixed + min(mix.value_s(self._rate) for mix in mixes)
-                        best = before[stage + 1].get(end, _INFINITY)
+                        best = before[stage + 1].get(end, INFINITY)
                         before[stage + 1][end] = min(best, value)
         after: list[dict[int, float]] = [*({} for _ in range(count)), {layers: 0.0}]
         limits: dict[object, float] = {}
@@ -203,9 +201,9 @@ class Stages:
         weight = problem.sum_weight + problem.max_weight / count
         most = (incumbent_s - problem.constant_s) / weight
         for stage, first, end, content, fixed in reversed(steps):
-            rest = after[stage + 1].get(end, _INFINITY)
+            rest = after[stage + 1].get(end, INFINITY)
             least = min(mix.value_s(self._rate) for mix in self._mixes[content])
-            after[stage][first] = min(after[stage].get(first, _INFINITY), fixed + least + rest)
+            after[stage][first] = min(after[stage].get(first, INFINITY), fixed + least + rest)
             limit = most - before[stage][first] - rest - fixed
             limits[content] = max(limits.get(content, -1.0), limit)
         return limits
@@ -267,7 +265,7 @@ class Stages:
         for stage in range(count - 1, -1, -1):
             (low, high), (next_low, next_high) = windows[stage], windows[stage + 1]
             for first in range(low, high + 1):
-                best_sum = best_longest = _INFINITY
+                best_sum = best_longest = INFINITY
                 for end in range(max(first + 1, next_low), next_high + 1):
                     rest = sums[stage + 1].get(end)
                     if rest is None:
@@ -282,7 +280,7 @@ class Stages:
                         best_sum = min(best_sum, time_s + rest)
                         slowest = max(time_s, longest[stage + 1][end])
                         best_longest = min(best_longest, slowest)
-                if best_sum < _INFINITY:
+                if best_sum < INFINITY:
                     sums[stage][first] = best_sum
                     longest[stage][first] = best_longest
         self.rest_sum_s, self.rest_longest_s = sums, longest
