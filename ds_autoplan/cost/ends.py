@@ -125,7 +125,10 @@ def head_cost(
         # The sequence is put together again behind the last block, before the final norm.
         kept = stream / e * (norm_bytes(keeps_of(graph.model_type).norm, e) + e)
     else:
-        kept = 2.0 * stream / (degrees.tp if sequence_parallel else 1)
+        sequence_ways = degrees.tp if sequence_parallel else 1
+        kept = 2.0 * stream / sequence_ways
+        if framework.gathers_linger:
+            kept += stream * (1.0 - 1.0 / sequence_ways)
     # The loss keeps its 32-bit log-probabilities; the rest of its peak is transient.
     kept += logits * LOSS_KEEPS_BYTES
     # Only one chunk of an interleaved last stage has the head: one micro-batch of it is in flight.

@@ -7,6 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+# What a process holds of a GPU outside PyTorch's allocator. NCCL connects at first use since 2.22.
+# One ring over 32 channels takes 32 buffers of 10,485,760 bytes; on a node of 8 H100 the process
+# held 1.06 GB before its first all-to-all (context and one communicator), 4.34 GB after it: 7 peers
+# more (NVIDIA/nccl, issue 1685).
+COMMUNICATOR_BYTES = 32 * 10_485_760.0
+CONTEXT_BYTES = 1.06e9 - COMMUNICATOR_BYTES
+PEER_BYTES = (4.34e9 - 1.06e9) / 7
+# Before: rings and trees are connected at once, 688 MiB a communicator on A100 and 544 MiB for two
+# ranks (NVIDIA/nccl, issue 964), and CUDA 11 loads all kernels, 1573 MiB on A100 (BigScience's
+# chronicles, one tensor of one number).
+EARLY_COMMUNICATOR_BYTES = 688 * 2.0**20
+EARLY_PEER_BYTES = 544 * 2.0**20
+EARLY_CONTEXT_BYTES = 1573 * 2.0**20
+
 
 @dataclass(frozen=True)
 class Framework:
@@ -18,6 +32,9 @@ class Framework:
             parameter's own dtype, as PyTorch's `.grad`).
         extra_gradient_bytes: a second gradient per parameter beside that buffer (autograd's own,
             where it is not freed or fused away).
+        replicated_copy_bytes: a copy of all gradients, bytes per parameter, that reduction needs
+            without ZeRO (DistributedDataParallel's buckets).
+        sharded_copy_bytes: the same with ZeRO 1 (gradients put in the order of their owners).
         reduce_bytes: bytes per parameter on the wire when gradients are reduced (0: the dtype of
             the gradients).
         master_weights: fp32 copy of low-precision parameters in the optimizer.
@@ -25,7 +42,10 @@ class Framework:
         fp32_partition_copy: ZeRO keeps its own flat copy of the partition in fp32 training too.
         elementwise_passes: memory traffic of norms, residuals and activations relative to fused
             kernels.
-        activation_extra: kept intermediate tensors relative to fused kernels (see memory.py).
+        keeps_gates: a gated MLP keeps its activated gate, as PyTorch's own operators do (0 to 1).
+        gathers_linger: what sequence parallelism gathers is not free again within the step: NCCL's
+            stream records its use, and the host runs ahead.
+        norm_copies: norms keep a 32-bit copy of their input (0 to 1).
         eager_blocks: blocks are Hugging Face's own, and keep what eager.py lists.
         attention: "fused" (cuDNN, FlashAttention-3), "flash" (FlashAttention-2, Triton) or
             "unfused": scores of size s*s are written and read.
@@ -40,7 +60,13 @@ class Framework:
         zero3_overlap: share of ZeRO-3's gathers that may be prefetched under compute.
         optimizer_bytes_moved: bytes moved per parameter (of the local shard) by the optimizer step.
         step_overhead_s: host work per step: data, scheduler, logging, loss scaling.
-        context_bytes: CUDA context, NCCL channels and buffers, cuBLAS workspaces.
+        context_bytes: CUDA context and loaded kernels.
+        communicators: axes that each NCCL communicator of a rank spans ("tp-pp": both; "all": the
+            world; "ends": first and last stage, where they share a weight).
+        communicator_bytes: NCCL's buffers for one communicator's collectives.
+        peer_bytes: NCCL's buffers for sending to and receiving from one rank.
+        pipe_buffers: stages keep the output of each micro-batch in flight until its backward, and
+            a buffer to receive into each way (DeepSpeed's pipeline engine).
         fragmentation: share of the dynamic part lost to the allocator.
         bucket_bytes: gradient bucket.
         kernels_per_layer: kernels launched forward for one dense layer (backward: twice).
@@ -65,6 +91,7 @@ class Framework:
         interleaved_fragmentation: `fragmentation` with interleaved stages, whose blocks come and
             go in other orders, unless the allocator's segments expand.
         cuda_graphs: launches are replayed from a graph, so the host never limits.
+        balanced_stages: stages are cut by GEMM size, the head included, not by number of layers.
         default_zero_stage: what the engine does where a run does not say.
         default_sequence_parallel: the same, for tp > 1.
         default_checkpointing: the same.
@@ -74,12 +101,16 @@ class Framework:
     name: str
     gradient_bytes: int = 4
     extra_gradient_bytes: int = 0
+    replicated_copy_bytes: int = 0
+    sharded_copy_bytes: int = 0
     reduce_bytes: int = 0
     master_weights: bool = True
     master_gradient_bytes: float = 0.0
     fp32_partition_copy: bool = False
     elementwise_passes: float = 1.0
-    activation_extra: float = 0.0
+    keeps_gates: float = 0.0
+    norm_copies: float = 0.0
+    gathers_linger: bool = False
     eager_blocks: bool = False
     attention: str = "fused"
     tp_overlap: float = 0.0
@@ -92,7 +123,11 @@ class Framework:
     zero3_overlap: float = 1.0
     optimizer_bytes_moved: float = 34.0
     step_overhead_s: float = 0.01
-    context_bytes: float = 2.5e9
+    context_bytes: float = CONTEXT_BYTES
+    communicators: tuple[str, ...] = ("all", "tp", "dp-cp", "tp-pp", "ends")
+    communicator_bytes: float = COMMUNICATOR_BYTES
+    peer_bytes: float = PEER_BYTES
+    pipe_buffers: bool = False
     fragmentation: float = 0.02
     bucket_bytes: float = 160e6
     kernels_per_layer: int = 30
@@ -113,6 +148,7 @@ class Framework:
     launch_stall_s: float = 0.0
     interleaved_fragmentation: float = 0.0
     cuda_graphs: bool = False
+    balanced_stages: bool = False
     default_zero_stage: int = 1
     default_sequence_parallel: bool = False
     default_checkpointing: str = "none"
@@ -124,6 +160,9 @@ class Framework:
 
 
 MEGATRON = Framework("megatron", default_sequence_parallel=True)
+# The groups that DeepSpeed's grid makes and uses beside Megatron's: overflow and norm over a
+# replica, reduction, the loss over the stages, tied weights.
+DEEPSPEED_COMMUNICATORS = ("all", "tp", "dp-cp", "tp-pp", "pp", "ends")
 NEMO = replace(
     MEGATRON,
     name="nemo",
@@ -150,20 +189,24 @@ MEGATRON_DEEPSPEED = replace(
     scatter_sends=False,
     blocking_sends=True,
     master_gradient_bytes=4.0,
-    context_bytes=6.0e9,
+    context_bytes=EARLY_CONTEXT_BYTES,
+    communicators=DEEPSPEED_COMMUNICATORS,
+    communicator_bytes=EARLY_COMMUNICATOR_BYTES,
+    peer_bytes=EARLY_PEER_BYTES,
+    pipe_buffers=True,
     default_zero_stage=1,
     elementwise_passes=1.65,
     kernels_per_layer=60,
-    fragmentation=0.08,
+    # PyTorch 1.11's allocator; fitted on BLOOM's runs (DeepSpeed's other constants: 0.05).
+    fragmentation=0.1,
 )
-# BLOOM's training at Jean Zay: launches block (CUDA_LAUNCH_BLOCKING=1 in its scripts), and 8 to
-# 11 GB a GPU went beyond states and activations. A launch that blocks costs at least the way from
-# the host's call to the kernel's start, about 20 us for an element-wise kernel of PyTorch on a V100
-# (NVIDIA's guide to Nsight Systems); fitted on its runs: 30 us.
+# BLOOM's training at Jean Zay: launches block (CUDA_LAUNCH_BLOCKING=1 in its scripts). A launch
+# that blocks costs at least the way from the host's call to the kernel's start, about 20 us for an
+# element-wise kernel of PyTorch on a V100 (NVIDIA's guide to Nsight Systems); fitted on its runs:
+# 30 us.
 BLOOM = replace(
     MEGATRON_DEEPSPEED,
     name="megatron-deepspeed-blocking",
-    context_bytes=10.5e9,
     launch_stall_s=30e-6,
 )
 
@@ -184,7 +227,8 @@ DEEPSPEED = Framework(
     blocking_sends=True,
     bucket_elements=5e8,
     step_overhead_s=0.005,
-    context_bytes=3.0e9,
+    communicators=DEEPSPEED_COMMUNICATORS,
+    pipe_buffers=True,
     fragmentation=0.05,
     bucket_bytes=1e9,
     kernels_per_layer=60,
@@ -194,8 +238,8 @@ FSDP = Framework(
     attention="flash",
     gradient_bytes=0,
     elementwise_passes=1.65,
-    activation_extra=0.5,
-    context_bytes=2.0e9,
+    keeps_gates=0.5,
+    norm_copies=0.5,
     default_zero_stage=3,
 )
 JAX = replace(
@@ -203,19 +247,28 @@ JAX = replace(
     name="jax",
     attention="fused",
     elementwise_passes=1.0,
-    activation_extra=0.0,
+    keeps_gates=0.0,
+    norm_copies=0.0,
     default_checkpointing="full",
     fused_casts=True,
     default_shard_group=128,
 )
+# By its source and its scaling benchmark's configuration: torch's
+# own split, silu and product in the MLP; DistributedDataParallel in the parameters' precision
+# beside the 32-bit gradients, or with ZeRO 1 a flat copy of these for a coalesced reduce-scatter;
+# asynchronous gathers on torch 2.1, which records streams; 32-bit logits and their softmax at the
+# loss; stages cut by the GEMMs' size, the head's among them.
 NANOTRON = replace(
     MEGATRON,
     name="nanotron",
     attention="flash",
-    elementwise_passes=1.2,
-    activation_extra=1.0,
-    logit_bytes=14.0,
-    context_bytes=7.0e9,
+    elementwise_passes=1.65,
+    keeps_gates=1.0,
+    gathers_linger=True,
+    replicated_copy_bytes=2,
+    sharded_copy_bytes=4,
+    logit_bytes=8.0,
+    balanced_stages=True,
     gradient_overlap=False,
 )
 INTERNEVO = replace(

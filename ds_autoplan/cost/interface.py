@@ -14,8 +14,8 @@ m = num_micro_batches and stages s:
              layers
     R_s    = sum of per_step_s of the same parts
     step_s = a * sum_s(T_s) / vpp + (m - a / vpp) * max_s(T_s) + max_s(R_s) + step_constant_s
-    peak_s = sum(state_bytes) + in_flight(s) * sum(activation_bytes) + max(workspace_bytes)
-             + fixed_bytes, and peak_s <= capacity_bytes
+    peak_s = sum(state_bytes) + in_flight(s) * (sum(activation_bytes) + b) + max(workspace_bytes)
+             + fixed_bytes + B with (b, B) = stage_buffers(s), and peak_s <= capacity_bytes
 
 Per-step times are therefore affine in bytes: reduce-scatters run bucket by bucket, so their
 bandwidth is the bucket's, and what a schedule hides is a stated share of them.
@@ -115,6 +115,11 @@ class CostModel(Protocol):
 
     def fixed_bytes(self, degrees: Degrees) -> float:
         """Bytes per rank that no layer causes: context, communication buffers, fragmentation."""
+
+    def stage_buffers(
+        self, degrees: Degrees, stage: int, sequence_parallel: bool
+    ) -> tuple[float, float]:
+        """Hidden states kept between stages: (bytes per micro-batch in flight, bytes for good)."""
 
     def step_constant_s(self, degrees: Degrees) -> float:
         """Once per step whatever the cut: latencies, norm all-reduce, tied-embedding all-reduce."""

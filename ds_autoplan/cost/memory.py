@@ -52,6 +52,8 @@ def state_bytes(
     own = element_bytes(workload.precision)
     trainable = parameters * workload.trainable_fraction
     gradient = (framework.gradient_bytes or own) + framework.extra_gradient_bytes
+    if shards > 1:
+        gradient += framework.sharded_copy_bytes if zero_stage else framework.replicated_copy_bytes
     states = 4.0 * OPTIMIZER_STATES.get(workload.optimizer, 2)
     low_precision = own < 4
     if low_precision and framework.master_weights:
@@ -103,11 +105,13 @@ def activation_bytes(
         saved = 1.0 if workload.precision in ("fp8", "fp4") else e
         norms = 1 if block.parallel_residual else 2
         # Norms: input, and output as the next linear's input; eager norms keep an fp32 copy too.
-        copies = framework.activation_extra * 4.0 if e < 4 else 0.0
+        copies = framework.norm_copies * 4.0 if e < 4 else 0.0
         kept = norms * hidden / sequence_ways * (e + saved + copies)
         core, scores = _fused_attention(block, seq_length, e, saved, ways[0], framework)
         mlp = _fused_mlp(block, hidden, e, saved, ways[1], degrees.tp, framework)
         kept += core + mlp
+        if framework.gathers_linger and strategy.sequence_parallel:
+            kept += norms * hidden * saved * (1.0 - 1.0 / sequence_ways)
         again = mlp if framework.selective_mlp else scores
     kept += e * mixer_elements(block)
     if strategy.activation_checkpointing == "full":
@@ -168,5 +172,5 @@ def _fused_mlp(
         inner += mlp.intermediate_size / ways
     # First GEMM's output (gate and up), and the activation's output as the second GEMM's input; an
     # eager gate keeps its own activation too.
-    own = (2.0 + framework.activation_extra) if mlp.gated else 1.0
+    own = (2.0 + framework.keeps_gates) if mlp.gated else 1.0
     return kept + inner * (own * element + saved)

@@ -17,6 +17,7 @@ from ds_autoplan.cost.frameworks import BY_BACKEND, Framework
 from ds_autoplan.cost.interface import LayerCost, StageAssignment, StageEstimate, StepEstimate
 from ds_autoplan.cost.kernels import kernels_for
 from ds_autoplan.cost.layer import Work, block_cost, block_work
+from ds_autoplan.cost.overhead import overhead_bytes, stage_buffers
 from ds_autoplan.cost.ranges import UNCALIBRATED_SPREAD, Spread, nearest_spread
 from ds_autoplan.cost.setting import Detail, Setting
 from ds_autoplan.model.graph import BlockGraph
@@ -131,18 +132,18 @@ class AnalyticCostModel:
 
     def fixed_bytes(self, degrees: Degrees) -> float:
         """Bytes per rank that no layer causes: context, communication buffers."""
-        buffers = 0.0
-        if degrees.dp * degrees.cp > 1 and self.framework.bucket_elements:
-            element = self.setting.element
-            buffers = self.framework.bucket_elements * element
-            # Without ZeRO only what is reduced gets copied; memory that a CPU never touches is
-            # free.
-            if degrees.zero_stage == 0 or self.topology.device.architecture == "cpu":
-                local = self.graph.num_parameters * element / degrees.tp / degrees.pp
-                buffers = min(buffers, local)
-        if self.topology.device.architecture == "cpu":
-            return buffers
-        return self.framework.context_bytes + buffers
+        return overhead_bytes(
+            self.graph, self.topology, self.workload.precision, self.framework, degrees
+        )
+
+    def stage_buffers(
+        self, degrees: Degrees, stage: int, sequence_parallel: bool
+    ) -> tuple[float, float]:
+        """Hidden states kept between stages: (bytes per micro-batch in flight, bytes for good)."""
+        stream = self.setting.tokens(degrees) * self.graph.hidden_size * self.setting.element
+        if sequence_parallel:
+            stream /= degrees.tp
+        return stage_buffers(self.framework, degrees, stage, stream)
 
     def step_constant_s(self, degrees: Degrees) -> float:
         """Once per step whatever the cut: host work, gradient norm, tied-embedding all-reduce."""
@@ -275,13 +276,14 @@ class AnalyticCostModel:
         in_flight = self.in_flight(index, degrees)
         skipped = self.graph.cut_elements[stage.layers[0]][1] if index else 0.0
         carried = skipped * self.setting.tokens(degrees) * self.setting.element
+        sent, held = self.stage_buffers(degrees, index, sequence[-1])
         amounts = (
             sum(c.parameter_bytes for c in costs),
             sum(c.gradient_bytes for c in costs),
             sum(c.optimizer_bytes for c in costs),
-            in_flight * (carried + sum(c.activation_bytes for c in costs)),
+            in_flight * (carried + sent + sum(c.activation_bytes for c in costs)),
             max(c.workspace_bytes for c in costs),
-            self.fixed_bytes(degrees),
+            self.fixed_bytes(degrees) + held,
         )
         return _Stage(
             time_s=time_s,

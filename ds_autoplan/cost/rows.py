@@ -10,6 +10,7 @@ source does not say; what is assumed then is stated at the place.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +34,7 @@ from ds_autoplan.workload import Workload
 MLA = {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
 FINE_GRAINED_EXPERTS = 64
 # A run that says nothing of checkpointing must have used it if it needs this many device memories.
-MUST_RECOMPUTE = 1.5
+MUST_RECOMPUTE = 1.75
 HOST_MEMORY_DEVICES = ("GH200", "GB200", "GB300")
 # Where a run does not say: GPT-2's vocabulary, padded.
 ASSUMED_VOCABULARY = 51200
@@ -159,7 +160,7 @@ def _read(data: dict[str, Any]) -> Row:
         workload=workload,
         framework=framework,
         degrees=degrees,
-        stages=stages_of(graph.num_layers, pp, strategy, "embeddings as pp" in str(data)),
+        stages=stages_of(graph.num_layers, pp, strategy, _end_layers(data, framework)),
         measured_step_s=measured.get("iteration_s")
         or derived.get("iteration_s")
         or _step_of_throughput(measured, workload, world),
@@ -301,6 +302,9 @@ def peak_kind_of(data: dict[str, Any]) -> str:
     measured = data.get("measured", {})
     kind = f"{measured.get('peak_mem_kind') or ''} {measured.get('peak_mem_unit') or ''}".lower()
     stage = ":last" if "last_rank_memory" in data.get("flags", ()) else ""
+    if "reserved/allocated" in kind:
+        # One of PyTorch's two figures: the larger.
+        return "reserved" + stage
     if "nvidia-smi" in kind or "device" in kind or "not stated" in kind:
         return "device" + stage
     if "alloc" in kind and "reserved" not in kind:
@@ -344,20 +348,35 @@ def strategy_of(data: dict[str, Any], degrees: Degrees, framework: Framework) ->
     )
 
 
+def _end_layers(data: dict[str, Any], framework: Framework) -> tuple[float, float]:
+    """Layers that the embedding and the head count as where stages are cut."""
+    if re.search("embeddings (as pp|count as) layers", str(data)):
+        return 1.0, 1.0
+    if framework.balanced_stages:
+        graph = graph_of(data)
+        block = sum(op.num_parameters for op in graph.classes[0].operators if op.kind == "linear")
+        return 0.0, graph.vocab_size * graph.hidden_size / block
+    return 0.0, 0.0
+
+
 def stages_of(
-    layers: int, pp: int, strategy: Strategy, ends_count: bool = False
+    layers: int, pp: int, strategy: Strategy, ends: tuple[float, float] = (0.0, 0.0)
 ) -> tuple[StageAssignment, ...]:
-    """An even cut; with `ends_count` the embedding and the head each count as a layer."""
-    if not ends_count or pp == 1:
+    """An even cut, where the embedding and the head count as so many layers each.
+
+    A layer belongs to the stage in whose share of the sum it ends; every stage gets one at least.
+    """
+    if ends == (0.0, 0.0) or pp == 1:
         return even_cut(layers, pp, strategy)
-    counts = [len(stage.layers) for stage in even_cut(layers + 2, pp, strategy)]
-    counts[0] -= 1
-    counts[-1] -= 1
-    stages, first = [], 0
-    for count in counts:
-        stages.append(StageAssignment(tuple(range(first, first + count)), (strategy,) * count))
-        first += count
-    return tuple(stages)
+    share = (layers + sum(ends)) / pp
+    firsts = [0]
+    for stage in range(1, pp):
+        first = math.floor(stage * share - ends[0] + 1e-9)
+        firsts.append(min(max(first, firsts[-1] + 1), layers - pp + stage))
+    return tuple(
+        StageAssignment(tuple(range(first, last)), (strategy,) * (last - first))
+        for first, last in zip(firsts, [*firsts[1:], layers], strict=True)
+    )
 
 
 def graph_of(data: dict[str, Any]) -> BlockGraph:
@@ -387,8 +406,7 @@ def graph_of(data: dict[str, Any]) -> BlockGraph:
         # A multi-token-prediction layer: one more block, and the head once more (priced as a
         # block).
         indices.append(0)
-    tied = "tied embeddings" in notes and "untied" not in notes
-    tied = tied or (not model.get("gated_mlp") and "untied" not in notes)
+    tied = _is_tied(model, notes, classes, indices)
     word = Operator("word", "embedding", "word", 0, hidden, vocab * hidden)
     head = Operator("head", "linear", "head", hidden, vocab, 0 if tied else vocab * hidden)
     norm = Operator("norm", "norm", "norm", 0, hidden, hidden)
@@ -404,6 +422,25 @@ def graph_of(data: dict[str, Any]) -> BlockGraph:
         head=(norm, head),
         tied=tied,
     )
+
+
+def _is_tied(
+    model: dict[str, Any], notes: str, classes: list[BlockClass], indices: list[int]
+) -> bool:
+    """Whether embedding and head share a weight: as stated, or as the parameter count says.
+
+    Where neither tells, models without gated MLPs do.
+    """
+    if "tied embeddings" in notes:
+        return "untied" not in notes
+    table = int(model.get("vocab") or 0) * int(model["hidden"])
+    beyond = 1e9 * float(model.get("params_b") or 0) - sum(
+        classes[index].num_parameters for index in indices
+    )
+    for tables in (1, 2):
+        if abs(beyond - tables * table) < table / 4:
+            return tables == 1
+    return not model.get("gated_mlp") and "untied" not in notes
 
 
 def _experts(model: dict[str, Any]) -> int:

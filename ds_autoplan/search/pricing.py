@@ -175,14 +175,15 @@ class Pricer:
             in_flight = self.cost.in_flight(index, degrees)
             if gpipe:
                 in_flight = degrees.num_micro_batches / passes_of(self.workload)
+            sent, held = self.cost.stage_buffers(degrees, index, parallel)
             stages.append(
                 Stage(
                     capacity_bytes=self.capacity_bytes,
                     in_flight=in_flight,
                     time_s=sum(end.forward_s + end.backward_s for end in ends),
                     per_step_s=sum(end.per_step_s for end in ends),
-                    state_bytes=fixed + sum(end.state_bytes for end in ends),
-                    activation_bytes=sum(end.activation_bytes for end in ends),
+                    state_bytes=fixed + held + sum(end.state_bytes for end in ends),
+                    activation_bytes=sent + sum(end.activation_bytes for end in ends),
                     workspace_bytes=max([0.0, *(end.workspace_bytes for end in ends)]),
                 )
             )

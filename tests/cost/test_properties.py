@@ -85,9 +85,12 @@ def test_the_step_is_the_sum_that_the_interface_states() -> None:
     expected += per_step + cost.step_constant_s(DEGREES)
     estimate = cost.step(DEGREES, stages, "shard")
     assert estimate.step_s == pytest.approx(expected, rel=1e-9)
+    sent, held = cost.stage_buffers(DEGREES, 0, True)
     activations = cost.in_flight(0, DEGREES) * (
-        16 * layer.activation_bytes + embedding.activation_bytes
+        16 * layer.activation_bytes + embedding.activation_bytes + sent
     )
+    overhead = cost.fixed_bytes(DEGREES) + held
+    assert estimate.stages[0].memory["overhead"] == pytest.approx(overhead, abs=2)
     assert estimate.stages[0].memory["activations"] == pytest.approx(activations, abs=2)
 
 

@@ -29,10 +29,14 @@ class Held:
 
 
 class Saved:
-    """Bytes of the storages that autograd keeps for backward, parameters aside: now and at most."""
+    """Bytes of the storages that autograd keeps for backward, parameters aside: now and at most.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.parameters = list(module.parameters())
+    At the most also what pipeline stages keep of the hidden states they sent.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.parameters = list(engine.module.parameters())
         self.uses: dict[int, int] = {}
         self.kept: dict[int, tuple[int, ...]] = {}
         self.now = self.peak = 0
@@ -49,12 +53,20 @@ class Saved:
         if address not in self.kept:
             self.kept[address] = (storage.nbytes(), *tensor.shape)
             self.now += storage.nbytes()
-            if self.now > self.peak:
-                self.peak, self.at_peak = self.now, sorted(self.kept.values(), reverse=True)
+            self.compare()
         return Held(self, tensor)
+
+    def compare(self) -> None:
+        """Note what is kept, if it is the most so far."""
+        outputs = getattr(self.engine, "pipe_buffers", {}).get("outputs", [])
+        sent = storages(output for output in outputs if isinstance(output, Tensor))
+        now = self.now + sum(size for at, size in sent.items() if at not in self.kept)
+        if now > self.peak:
+            self.peak, self.at_peak = now, sorted(self.kept.values(), reverse=True)
 
     def drop(self, address: int) -> None:
         """Autograd needs one use less of a storage."""
+        self.compare()
         self.uses[address] -= 1
         if not self.uses[address]:
             del self.uses[address]
@@ -129,8 +141,9 @@ def count(
 
     Returns:
         Bytes by name: "parameters", "optimizer", "gradients" (what else is alive between backward
-        and step), "activations" (the most that autograd kept during a call; "shapes" tells of
-        what), "left" (what autograd keeps after it) and "buffers" (hidden states between stages).
+        and step), "activations" (the most that autograd and sent hidden states took during a call;
+        "shapes" tells of what), "left" (what autograd keeps after it) and "buffers" (hidden states
+        between stages, after it).
     """
     before = reachable()
     model = make_model(**sizes)
@@ -138,7 +151,7 @@ def count(
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     inputs = torch.randint(sizes["vocab_size"], (samples, length))
     for _ in range(CALLS):
-        saved = Saved(engine.module)
+        saved = Saved(engine)
         with torch.autograd.graph.saved_tensors_hooks(saved.keep, saved.give):
             loss = engine(input_ids=inputs, labels=inputs, use_cache=False).loss
             engine.backward(loss)

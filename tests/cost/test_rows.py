@@ -1,0 +1,83 @@
+"""How a published run is read where its source leaves things open."""
+
+from __future__ import annotations
+
+import copy
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_autoplan.cost.rows import peak_kind_of, read_row, stages_of
+from ds_autoplan.runs import load_runs
+from ds_autoplan.strategy import Strategy
+
+RUN = load_runs(Path(__file__).with_name("published_sample.jsonl"))[0]
+
+
+def counts(layers: int, pp: int, ends: tuple[float, float]) -> list[int]:
+    return [len(stage.layers) for stage in stages_of(layers, pp, Strategy(), ends)]
+
+
+def test_stages_where_the_ends_count_as_layers() -> None:
+    # (70 + 2) / 12 = 6 a stage, one of which is the embedding or the head.
+    assert counts(70, 12, (1.0, 1.0)) == [5, *[6] * 10, 5]
+    assert counts(4, 4, (0.0, 9.0)) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(28, 2), (32, 2), (32, 4), (80, 8), (33, 4)])
+@pytest.mark.parametrize("head", [0.3, 2.2, 3.55])
+def test_stages_cut_by_gemm_size(layers: int, pp: int, head: float) -> None:
+    """nanotron's rule: a block goes on to the next stage once the sum passes the stage's share."""
+    sums = list(accumulate([1.0] * layers + [head]))
+    rank, ranks = 0, []
+    for total in sums[:-1]:
+        while total > (rank + 1) * sums[-1] / pp + 1e-9:
+            rank += 1
+        ranks.append(rank)
+    assert counts(layers, pp, (0.0, head)) == [ranks.count(stage) for stage in range(pp)]
+
+
+@pytest.mark.parametrize(
+    ("gated", "notes", "params_b", "tied"),
+    [
+        (True, "", None, False),
+        (False, "", None, True),
+        (True, "tied embeddings", None, True),
+        (False, "untied embeddings", None, False),
+        # 28 layers of 113.2M, and one or two tables of 131072 x 3072.
+        (True, "", 3.57, True),
+        (True, "", 3.98, False),
+        (True, "untied embeddings", 3.57, False),
+        # A count that fits neither tells nothing.
+        (True, "", 9.9, False),
+    ],
+)
+def test_tied_embeddings_are_stated_or_counted(
+    gated: bool, notes: str, params_b: float | None, tied: bool
+) -> None:
+    run = copy.deepcopy(RUN)
+    run["notes"] = notes
+    run["parallel"] = {**run["parallel"], "tp": 1, "pp": 1}
+    run["model"] = {
+        **{key: None for key in run["model"]},
+        **{"name": "x", "layers": 28, "hidden": 3072, "ffn": 8192, "heads": 32, "kv_heads": 32},
+        **{"vocab": 131072, "seq": 4096, "gated_mlp": gated, "params_b": params_b},
+    }
+    assert read_row(run).graph.tied is tied
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "flags", "expected"),
+    [
+        ("max reserved/allocated not stated", "GB", [], "reserved"),
+        ("max_memory_allocated", "GiB", ["last_rank_memory"], "allocated:last"),
+        ("max of first/last nodes", "GB as reported (nvidia-smi style)", [], "device"),
+        ("not stated", "GB", [], "device"),
+        ("torch max reserved", "GB", [], "reserved"),
+    ],
+)
+def test_what_a_peak_counts(kind: str, unit: str, flags: list[str], expected: str) -> None:
+    measured: dict[str, Any] = {"peak_mem_kind": kind, "peak_mem_unit": unit}
+    assert peak_kind_of({"measured": measured, "flags": flags}) == expected
