@@ -62,13 +62,13 @@ PARAMETERS = (
         Parameter("attention", where, 0.1, 0.9, 0.4)
         for where in fitted.ATTENTION_SHARE
         if where[0] in ("ampere", "hopper", "blackwell")
-        and where not in (("ampere", "fused"), ("blackwell", "flash"))
+        and where not in (("ampere", "fused"), ("blackwell", "flash1"), ("hopper", "flash"))
     ),
     Parameter("constant", ("cast_bytes_hopper",), 2.0, 16.0, 6.0),
     Parameter("engine", ("nemo", "tp_overlap"), 0.0, 0.9, 0.0),
     Parameter(
         "engine",
-        ("fsdp+internevo+megatron-deepspeed-blocking+nanotron", "elementwise_passes"),
+        ("fsdp+internevo+megatron-deepspeed-blocking", "elementwise_passes"),
         0.8,
         3.0,
         1.5,

@@ -34,7 +34,10 @@ class Keeps:
 
 
 LAYER_GELU = Keeps("layer", 2.0)
+# A block of a published run whose MLP is not gated.
+PLAIN_ROW = "row, plain MLP"
 BY_TYPE = {
+    PLAIN_ROW: LAYER_GELU,
     "gemma": Keeps("rms32"),
     "gemma2": Keeps("rms32", scores=1.0),
     "gemma3_text": Keeps("rms32"),
@@ -71,6 +74,53 @@ def norm_bytes(kind: str, element: float) -> float:
     if kind == "rms":
         return 4.0 + element
     return 8.0 if kind == "rms32" else 12.0
+
+
+def eager_traffic_bytes(
+    block: BlockClass,
+    keeps: Keeps,
+    hidden: int,
+    element: float,
+    attention_ways: int,
+    mlp_ways: int,
+    sequence_ways: int,
+) -> float:
+    """Bytes per token that PyTorch's own operators move forward, beyond what fused kernels move.
+
+    A norm in 32 bits casts, squares, sums, scales, casts back and weighs; rotary embeddings of
+    queries and keys scale, turn by halves, scale and add; a gate is activated, then multiplied.
+    """
+    e = element
+    norms = sum(1 for operator in block.operators if operator.role == "norm")
+    moved = norms * (_norm_traffic(keeps.norm, e) - 2.0 * e) * hidden / sequence_ways
+    attention = block.attention
+    if attention is not None:
+        width = attention.num_heads * attention.head_dim / attention_ways
+        kv_ways = min(attention_ways, attention.num_kv_heads)
+        width += attention.num_kv_heads * attention.head_dim / kv_ways
+        if keeps.norm != "layer" or keeps.query:
+            moved += 8.0 * e * width
+        if any(operator.role == "qk_norm" for operator in block.operators):
+            moved += _norm_traffic(keeps.norm, e) * width
+    if block.mlp is not None:
+        inner = block.mlp.shared_intermediate_size
+        inner += block.mlp.intermediate_size * max(1, block.mlp.top_k)
+        # Activated gate and product, five tensors where a fused kernel reads two and writes one;
+        # the tanh form of GELU takes eight operators, one where it is fused.
+        extra = 2.0 if block.mlp.gated else (16.0 if keeps.mlp >= 5.0 else 0.0)
+        moved += extra * e * inner / mlp_ways
+    return moved
+
+
+def _norm_traffic(kind: str, element: float) -> float:
+    """Bytes per element that one norm reads and writes forward, operator by operator."""
+    if kind == "layer":
+        return 2.0 * element
+    casts = 0.0 if element == 4.0 else 2.0 * (4.0 + element)
+    squares_sum_scale = 20.0
+    weigh = 2.0 * element if kind == "rms" else 8.0
+    centre = 12.0 if kind == "centred32" else 0.0
+    return casts + squares_sum_scale + weigh + centre
 
 
 def eager_bytes_per_token(

@@ -135,7 +135,10 @@ def head_cost(
     if degrees.vpp > 1:
         chunks = (degrees.vpp - 1) * degrees.pp + 1
         kept /= max(1.0, min(degrees.num_micro_batches, chunks / degrees.vpp))
-    workspace = logits * (framework.logit_bytes - LOSS_KEEPS_BYTES)
+    per_logit = framework.logit_bytes
+    if ways > 1 and framework.sharded_logit_bytes:
+        per_logit = framework.sharded_logit_bytes
+    workspace = logits * (per_logit - LOSS_KEEPS_BYTES)
     return _end(setting, parameters, degrees, forward, backward, kept, workspace)
 
 

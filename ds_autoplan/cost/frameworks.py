@@ -35,6 +35,8 @@ class Framework:
         replicated_copy_bytes: a copy of all gradients, bytes per parameter, that reduction needs
             without ZeRO (DistributedDataParallel's buckets).
         sharded_copy_bytes: the same with ZeRO 1 (gradients put in the order of their owners).
+        separate_accumulation: each micro-batch's gradients are added to the kept ones by kernels of
+            their own, not by the GEMMs that make them.
         reduce_bytes: bytes per parameter on the wire when gradients are reduced (0: the dtype of
             the gradients).
         master_weights: fp32 copy of low-precision parameters in the optimizer.
@@ -42,13 +44,16 @@ class Framework:
         fp32_partition_copy: ZeRO keeps its own flat copy of the partition in fp32 training too.
         elementwise_passes: memory traffic of norms, residuals and activations relative to fused
             kernels.
+        eager_operators: norms, rotary embeddings and gates run operator by operator (eager.py
+            counts what these move; the larger of this and `elementwise_passes` holds).
         keeps_gates: a gated MLP keeps its activated gate, as PyTorch's own operators do (0 to 1).
         gathers_linger: what sequence parallelism gathers is not free again within the step: NCCL's
             stream records its use, and the host runs ahead.
         norm_copies: norms keep a 32-bit copy of their input (0 to 1).
         eager_blocks: blocks are Hugging Face's own, and keep what eager.py lists.
-        attention: "fused" (cuDNN, FlashAttention-3), "flash" (FlashAttention-2, Triton) or
-            "unfused": scores of size s*s are written and read.
+        attention: "fused" (cuDNN, FlashAttention-3), "flash" (FlashAttention-2, PyTorch's own),
+            "flash1" (FlashAttention-1, Triton's, deterministic ones) or "unfused": scores of size
+            s*s are written and read.
         tp_overlap: share of tensor-parallel traffic hidden under GEMMs.
         gradient_overlap: gradient reduction runs under the last backward pass.
         parameter_overlap: the all-gather of updated parameters runs under the next forward pass.
@@ -82,15 +87,19 @@ class Framework:
         expert_tp: ways that each expert is split (0: tp). With 1, ep takes its ranks from tp too.
         broadcast_s: latency of each shard's broadcast, where ZeRO broadcasts instead of gathering.
         expert_imbalance: load of the busiest expert rank over the mean.
-        selective_mlp: selective checkpointing recomputes the MLP instead of the attention core.
+        selective: what selective checkpointing recomputes: the "attention" core, the "mlp", or
+            "operators": all but the core and every second GEMM.
         loss_bytes_moved: bytes per logit that the loss moves forward (fp32 softmax; backward:
             half).
         logit_bytes: bytes per logit alive at the loss's peak.
+        sharded_logit_bytes: the same where tp ranks share the vocabulary (0: as `logit_bytes`).
         fused_casts: quantisation is fused into the kernel that makes its input (XLA).
         launch_stall_s: idle time per kernel where launches block (CUDA_LAUNCH_BLOCKING=1).
         interleaved_fragmentation: `fragmentation` with interleaved stages, whose blocks come and
             go in other orders, unless the allocator's segments expand.
         cuda_graphs: launches are replayed from a graph, so the host never limits.
+        gathered_under_pp: ZeRO 3 gathers parameters once a step, not in each micro-batch, where the
+            model has stages.
         balanced_stages: stages are cut by GEMM size, the head included, not by number of layers.
         default_zero_stage: what the engine does where a run does not say.
         default_sequence_parallel: the same, for tp > 1.
@@ -103,11 +112,13 @@ class Framework:
     extra_gradient_bytes: int = 0
     replicated_copy_bytes: int = 0
     sharded_copy_bytes: int = 0
+    separate_accumulation: bool = False
     reduce_bytes: int = 0
     master_weights: bool = True
     master_gradient_bytes: float = 0.0
     fp32_partition_copy: bool = False
     elementwise_passes: float = 1.0
+    eager_operators: bool = False
     keeps_gates: float = 0.0
     norm_copies: float = 0.0
     gathers_linger: bool = False
@@ -141,13 +152,15 @@ class Framework:
     expert_tp: int = 0
     broadcast_s: float = 0.0
     expert_imbalance: float = 1.0
-    selective_mlp: bool = False
+    selective: str = "attention"
     loss_bytes_moved: float = 12.0
     logit_bytes: float = 12.0
+    sharded_logit_bytes: float = 0.0
     fused_casts: bool = False
     launch_stall_s: float = 0.0
     interleaved_fragmentation: float = 0.0
     cuda_graphs: bool = False
+    gathered_under_pp: bool = False
     balanced_stages: bool = False
     default_zero_stage: int = 1
     default_sequence_parallel: bool = False
@@ -168,7 +181,7 @@ NEMO = replace(
     name="nemo",
     gradient_bytes=2,
     interleaved_fragmentation=0.43,
-    tp_overlap=0.55,
+    tp_overlap=0.35,
     deduplicated_dispatch=True,
 )
 MEGATRON_2021 = replace(
@@ -186,6 +199,7 @@ MEGATRON_2021 = replace(
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021,
     name="megatron-deepspeed",
+    separate_accumulation=True,
     scatter_sends=False,
     blocking_sends=True,
     master_gradient_bytes=4.0,
@@ -214,8 +228,10 @@ DEEPSPEED = Framework(
     "deepspeed",
     attention="flash",
     gradient_bytes=0,
+    separate_accumulation=True,
     reduce_scatter=False,
     eager_blocks=True,
+    eager_operators=True,
     expert_imbalance=1.2,
     fp32_partition_copy=True,
     elementwise_passes=1.65,
@@ -235,16 +251,48 @@ DEEPSPEED = Framework(
 )
 FSDP = Framework(
     "fsdp",
-    attention="flash",
+    eager_operators=True,
+    attention="flash1",
     gradient_bytes=0,
     elementwise_passes=1.65,
     keeps_gates=0.5,
     norm_copies=0.5,
     default_zero_stage=3,
 )
+# torchtitan: FSDP2 with PyTorch's attention. Under stages it gathers parameters once a step and
+# accumulates whole gradients in 32 bits, as ZeRO 1 does. The backward pass of DTensor's sharded
+# loss holds five 32-bit tensors of the logits' size (torch/distributed/tensor/parallel/loss.py).
+# It reports what the allocator reserved: 5 to 12% above what is counted, on 8 and on 128 H100
+# (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 3).
+TITAN = replace(
+    FSDP,
+    name="torchtitan",
+    attention="flash",
+    keeps_gates=1.0,
+    norm_copies=1.0,
+    selective="operators",
+    gathered_under_pp=True,
+    sharded_logit_bytes=20.0,
+    pipe_buffers=True,
+    fragmentation=0.1,
+)
+# torch.compile fuses norms, rotary embeddings and gates.
+TITAN_COMPILED = replace(
+    TITAN,
+    name="torchtitan-compiled",
+    eager_operators=False,
+    elementwise_passes=1.0,
+    keeps_gates=0.0,
+    norm_copies=0.0,
+)
+# From 2025 on the loss is compiled too: 16-bit logits, their gradient, and a tile of 32 bits.
+TITAN_COMPILED_LOSS = replace(
+    TITAN_COMPILED, name="torchtitan-2025", logit_bytes=6.0, sharded_logit_bytes=6.0
+)
 JAX = replace(
     FSDP,
     name="jax",
+    eager_operators=False,
     attention="fused",
     elementwise_passes=1.0,
     keeps_gates=0.0,
@@ -257,14 +305,17 @@ JAX = replace(
 # own split, silu and product in the MLP; DistributedDataParallel in the parameters' precision
 # beside the 32-bit gradients, or with ZeRO 1 a flat copy of these for a coalesced reduce-scatter;
 # asynchronous gathers on torch 2.1, which records streams; 32-bit logits and their softmax at the
-# loss; stages cut by the GEMMs' size, the head's among them.
+# loss; stages cut by the GEMMs' size, the head's among them. Queries, keys and values are put in
+# order, keys and values joined and put in order again: copies of 7 h, and 2 I more at the gate,
+# 42 h where fused kernels move 46 h.
 NANOTRON = replace(
     MEGATRON,
     name="nanotron",
     attention="flash",
-    elementwise_passes=1.65,
+    elementwise_passes=1.9,
     keeps_gates=1.0,
     gathers_linger=True,
+    separate_accumulation=True,
     replicated_copy_bytes=2,
     sharded_copy_bytes=4,
     logit_bytes=8.0,
@@ -274,7 +325,7 @@ NANOTRON = replace(
 INTERNEVO = replace(
     MEGATRON,
     name="internevo",
-    attention="flash",
+    attention="flash1",
     gradient_bytes=2,
     broadcast_s=2.8e-3,
     elementwise_passes=1.65,
@@ -299,7 +350,10 @@ BY_PATTERN = (
     (r"maxtext|paxml|\bjax\b|xla", JAX),
     (r"bridge.*container 26\.(0[6-9]|1).*blackwell", NEMO_GRAPHS),
     (r"nemo|dgxc|bridge|megatron-fsdp", NEMO),
-    (r"llm-foundry|fsdp|torchtitan|composer", FSDP),
+    (r"(?=.*torchtitan)(?=.*compile)(?=.*(?<!\d)202[5-9])", TITAN_COMPILED_LOSS),
+    (r"(?=.*torchtitan)(?=.*compile)", TITAN_COMPILED),
+    (r"torchtitan", TITAN),
+    (r"llm-foundry|fsdp|composer", FSDP),
     (r"nanotron", NANOTRON),
     (r"internevo|internlm", INTERNEVO),
     (r"bigscience|launch.blocking", BLOOM),

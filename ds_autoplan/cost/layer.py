@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ds_autoplan.cost.eager import eager_traffic_bytes, keeps_of
 from ds_autoplan.cost.interface import LayerCost
 from ds_autoplan.cost.memory import activation_bytes
 from ds_autoplan.cost.setting import Detail, Pass, Setting
@@ -73,11 +74,7 @@ def block_work(setting: Setting, block: BlockClass, strategy: Strategy, degrees:
     if strategy.activation_checkpointing == "full":
         recompute = forward
     elif strategy.activation_checkpointing == "selective":
-        again = core_s
-        if setting.framework.selective_mlp:
-            parts = [g for g in local.gemms if g.part == "mlp"]
-            again = sum(setting.kernels.gemm_s(g.m, g.k, g.n) for g in parts) + stream_s / 2.0
-        recompute = Pass(again, 0.0, 0.0, 0.0)
+        recompute = Pass(selected_s(setting, local, core_s, stream_s), 0.0, 0.0, 0.0)
     kept, transient = activation_bytes(
         block,
         setting.hidden,
@@ -92,6 +89,17 @@ def block_work(setting: Setting, block: BlockClass, strategy: Strategy, degrees:
     return Work(local, forward, backward, recompute, kept, transient)
 
 
+def selected_s(setting: Setting, local: LocalBlock, core_s: float, stream_s: float) -> float:
+    """Seconds of what selective checkpointing recomputes in a block."""
+    if setting.framework.selective == "attention":
+        return core_s
+    kernels = setting.kernels
+    if setting.framework.selective == "mlp":
+        parts = [g for g in local.gemms if g.part == "mlp"]
+        return sum(kernels.gemm_s(g.m, g.k, g.n) for g in parts) + stream_s / 2.0
+    return sum(kernels.gemm_s(g.m, g.k, g.n, g.count) for g in local.gemms) / 2.0 + stream_s
+
+
 def block_cost(setting: Setting, work: Work, degrees: Degrees) -> tuple[LayerCost, Detail]:
     """The :class:`LayerCost` of one block, and its traffic by cause."""
     local, forward, backward, recompute = work.local, work.forward, work.backward, work.recompute
@@ -101,9 +109,10 @@ def block_cost(setting: Setting, work: Work, degrees: Degrees) -> tuple[LayerCos
     traffic = forward.communication_s + backward.communication_s + recompute.communication_s
     zero3 = gathered.forward_s + gathered.backward_s
     waste = 1.0 + setting.framework.wasted(degrees.vpp)
+    added_s = accumulation_s(setting, local, degrees)
     cost = LayerCost(
         forward_s=forward.total_s + gathered.forward_s,
-        backward_s=backward.total_s + recompute.total_s + gathered.backward_s,
+        backward_s=backward.total_s + recompute.total_s + gathered.backward_s + added_s,
         communication_s=traffic + zero3,
         gradient_bytes_reduced=reduced,
         parameter_bytes=states[0],
@@ -124,6 +133,20 @@ def block_cost(setting: Setting, work: Work, degrees: Degrees) -> tuple[LayerCos
     return cost, detail
 
 
+def accumulation_s(setting: Setting, local: LocalBlock, degrees: Degrees) -> float:
+    """Adding a micro-batch's gradients to the kept ones: both read, the sum written.
+
+    ZeRO 3 keeps a part of them only.
+    """
+    if not setting.framework.separate_accumulation or degrees.num_micro_batches == 1:
+        return 0.0
+    if degrees.zero_stage == 3:
+        return 0.0
+    kept = setting.framework.gradient_bytes or setting.element
+    parameters = (local.parameters + local.expert_parameters) * setting.workload.trainable_fraction
+    return setting.kernels.stream_s(parameters * (setting.element + 2.0 * kept))
+
+
 def forward_pass(
     setting: Setting,
     block: BlockClass,
@@ -137,10 +160,21 @@ def forward_pass(
         kernels.gemm_s(g.m, g.k, g.n, g.count, padded=padding(setting, g)) for g in local.gemms
     )
     core_s = attention_core_s(setting, block, local, degrees, backward=False)
-    stream_s = kernels.stream_s(
-        streamed_bytes(setting, block, local, strategy, degrees) * framework.elementwise_passes
-    )
-    stream_s += kernels.stream_s(cast_bytes(setting, local))
+    fused = streamed_bytes(setting, block, local, strategy, degrees)
+    moved = fused * framework.elementwise_passes
+    if framework.eager_operators:
+        eager = eager_traffic_bytes(
+            block,
+            keeps_of(setting.model_type),
+            setting.hidden,
+            setting.element,
+            local.tp_attention,
+            local.tp_mlp,
+            degrees.tp if strategy.sequence_parallel else 1,
+        )
+        moved = max(moved, fused + local.tokens * eager)
+    stream_s = kernels.stream_s(moved)
+    stream_s += kernels.stream_s(cast_bytes(setting, local, strategy, degrees))
     compute = gemm_s + core_s + stream_s
     if not framework.cuda_graphs:
         compute = max(compute, launches(setting, block, degrees) * setting.constants.host_launch_s)
@@ -161,13 +195,13 @@ def backward_pass(
     stream_forward_s: float,
 ) -> Pass:
     """Backward of a block without recomputation."""
-    kernels = setting.kernels
+    kernels, framework = setting.kernels, setting.framework
     frozen = setting.workload.trainable_fraction
     gemm_s = 0.0
     for g in local.gemms:
         padded = padding(setting, g)
         gemm_s += kernels.gemm_s(g.m, g.n, g.k, g.count, padded=padded)
-        accumulate = setting.framework.gradient_bytes == 4
+        accumulate = framework.gradient_bytes == 4 and not framework.separate_accumulation
         gemm_s += frozen * kernels.gemm_s(
             g.k, g.m, g.n, g.count, accumulate=accumulate, padded=padded
         )
@@ -181,7 +215,25 @@ def backward_pass(
     cp_s = forward.cp_s
     if degrees.cp > 1:
         cp_s = traffic_s(setting, block, local, strategy, degrees, core_s, backward=True)[1]
-    return Pass(compute, forward.tp_s, cp_s, forward.ep_s)
+    tp_s = forward.tp_s + regather_s(setting, local, strategy, degrees)
+    return Pass(compute, tp_s, cp_s, forward.ep_s)
+
+
+def regather_s(setting: Setting, local: LocalBlock, strategy: Strategy, degrees: Degrees) -> float:
+    """Exposed time of gathering hidden states once more, for weight gradients.
+
+    Sequence-parallel linears keep a rank's piece; it is gathered while the input gradient is
+    computed. HF blocks keep what was gathered.
+    """
+    if degrees.tp == 1 or not strategy.sequence_parallel or setting.framework.eager_blocks:
+        return 0.0
+    stream = local.tokens * setting.hidden * setting.element
+    first = [g for g in local.gemms if g.k == setting.hidden and g.part != "experts"]
+    gathered = len({g.part for g in first}) * setting.collective(
+        "all_gather", stream, degrees, "tp"
+    )
+    covered = sum(setting.kernels.gemm_s(g.m, g.n, g.k, g.count) for g in first)
+    return max(0.0, gathered - covered)
 
 
 def padding(setting: Setting, gemm: Gemm) -> float:
@@ -245,14 +297,22 @@ def streamed_bytes(
     return moved
 
 
-def cast_bytes(setting: Setting, local: LocalBlock) -> float:
-    """Bytes moved to quantise GEMM inputs: read 16 bits, write 8 and its transpose."""
+def cast_bytes(setting: Setting, local: LocalBlock, strategy: Strategy, degrees: Degrees) -> float:
+    """Bytes moved to quantise GEMM inputs: read 16 bits, write 8 and its transpose.
+
+    Under sequence parallelism hidden states are quantised before they are gathered.
+    """
     if setting.kernels.precision not in ("fp8", "fp4"):
         return 0.0
-    hopper = setting.topology.device.architecture == "hopper" and not setting.framework.fused_casts
     constants = setting.constants
+    hopper = setting.topology.device.architecture == "hopper"
     per_element = constants.cast_bytes_hopper if hopper else constants.cast_bytes
-    return sum(g.m * g.k * g.count for g in local.gemms) * per_element
+    if setting.framework.fused_casts:
+        per_element = constants.cast_bytes_fused
+    ways = degrees.tp if strategy.sequence_parallel else 1
+    return per_element * sum(
+        g.m * g.k * g.count / (ways if g.k == setting.hidden else 1) for g in local.gemms
+    )
 
 
 def stall_s(setting: Setting, block: BlockClass, degrees: Degrees) -> float:

@@ -112,13 +112,35 @@ def activation_bytes(
         kept += core + mlp
         if framework.gathers_linger and strategy.sequence_parallel:
             kept += norms * hidden * saved * (1.0 - 1.0 / sequence_ways)
-        again = mlp if framework.selective_mlp else scores
+        again = mlp if framework.selective == "mlp" else scores
+        if framework.selective == "operators":
+            again = kept - _selected(block, hidden, e, ways, sequence_ways)
     kept += e * mixer_elements(block)
     if strategy.activation_checkpointing == "full":
         return tokens * hidden * e / sequence_ways, tokens * kept
     if strategy.activation_checkpointing == "selective":
         return tokens * (kept - again), tokens * again
     return tokens * kept, 0.0
+
+
+def _selected(
+    block: BlockClass, hidden: int, element: float, ways: tuple[int, int], sequence_ways: int
+) -> float:
+    """Bytes per token kept where the core's output and every second GEMM's output are.
+
+    The GEMMs in their order are query, key, value, output, gate, up, down.
+    """
+    kept = 2.0 * hidden / sequence_ways
+    if block.attention is not None:
+        attention = block.attention
+        kept += attention.num_heads * (attention.head_dim + attention.value_head_dim) / ways[0]
+        kv_ways = min(ways[0], attention.num_kv_heads)
+        kept += attention.num_kv_heads * attention.value_head_dim / kv_ways
+    if block.mlp is not None:
+        inner = block.mlp.shared_intermediate_size
+        inner += block.mlp.intermediate_size * max(1, block.mlp.top_k)
+        kept += inner / ways[1]
+    return kept * element
 
 
 def _fused_attention(

@@ -18,6 +18,7 @@ from typing import Any
 from ds_autoplan.cluster.presets import build_topology, device_facts
 from ds_autoplan.cluster.topology import Topology
 from ds_autoplan.cost import frameworks
+from ds_autoplan.cost.eager import PLAIN_ROW
 from ds_autoplan.cost.frameworks import Framework
 from ds_autoplan.cost.interface import StageAssignment
 from ds_autoplan.cost.model import AnalyticCostModel
@@ -128,7 +129,13 @@ def _read(data: dict[str, Any]) -> Row:
     zero_stage = zero_stage_of(parallel.get("zero_stage"))
     if zero_stage is None:
         zero_stage = framework.default_zero_stage
+    if zero_stage == 3 and pp > 1 and framework.gathered_under_pp:
+        zero_stage, framework = 1, replace(framework, gradient_bytes=4)
     vpp = int(parallel.get("vpp") or 1)
+    if pp > 1 and num_micro < pp and framework.gathered_under_pp:
+        # A rank's batch, which torchtitan cuts into as many micro-batches as there are stages.
+        cut = min(micro, pp)
+        micro, num_micro = micro // cut, num_micro * cut
     degrees = Degrees(
         tp=tp,
         pp=pp,
@@ -153,6 +160,9 @@ def _read(data: dict[str, Any]) -> Row:
     derived = data.get("derived", {})
     peak = measured.get("peak_mem_gb")
     unit = str(measured.get("peak_mem_unit") or "GiB")
+    stages = stages_of(graph.num_layers, pp, strategy, _end_layers(data, framework))
+    if re.search(r"selective.*layer", str(parallel.get("recompute"))):
+        stages = _every_second_layer(stages)
     return Row(
         id=str(data["id"]),
         graph=graph,
@@ -160,7 +170,7 @@ def _read(data: dict[str, Any]) -> Row:
         workload=workload,
         framework=framework,
         degrees=degrees,
-        stages=stages_of(graph.num_layers, pp, strategy, _end_layers(data, framework)),
+        stages=stages,
         measured_step_s=measured.get("iteration_s")
         or derived.get("iteration_s")
         or _step_of_throughput(measured, workload, world),
@@ -169,6 +179,20 @@ def _read(data: dict[str, Any]) -> Row:
         family=family_of(data),
         shard_group=shard_group_of(data),
         memory_unit="GiB" if "GiB" in unit else "GB",
+    )
+
+
+def _every_second_layer(stages: tuple[StageAssignment, ...]) -> tuple[StageAssignment, ...]:
+    """Every second layer checkpointed in full, the others not at all."""
+    return tuple(
+        replace(
+            stage,
+            strategies=tuple(
+                replace(strategy, activation_checkpointing="full" if layer % 2 == 0 else "none")
+                for layer, strategy in zip(stage.layers, stage.strategies, strict=True)
+            ),
+        )
+        for stage in stages
     )
 
 
@@ -258,7 +282,7 @@ def framework_of(data: dict[str, Any]) -> Framework:
     if "selective" in str(data["parallel"].get("recompute")) and "mlp" in str(
         data["parallel"].get("recompute")
     ):
-        found = replace(found, selective_mlp=True)
+        found = replace(found, selective="mlp")
     experts = _experts(data["model"])
     if experts:
         # Fine-grained experts are not split further (Megatron's own recipes); coarse ones are.
@@ -274,8 +298,8 @@ def framework_of(data: dict[str, Any]) -> Framework:
     if "expandable" in str(data["id"]):
         found = replace(found, interleaved_fragmentation=0.0)
     if "deterministic" in text:
-        # Only FlashAttention-2 has a deterministic backward on every generation.
-        found = replace(found, attention="flash")
+        # Deterministic backward passes add in a fixed order.
+        found = replace(found, attention="flash1")
     if "a2a 1f1b overlap" in text or "overlap-on" in text:
         found = replace(found, ep_overlap=0.8)
     return found
@@ -412,7 +436,7 @@ def graph_of(data: dict[str, Any]) -> BlockGraph:
     norm = Operator("norm", "norm", "norm", 0, hidden, hidden)
     return BlockGraph(
         name=str(model.get("name", data["id"])),
-        model_type="row",
+        model_type="row" if model.get("gated_mlp") else PLAIN_ROW,
         hidden_size=hidden,
         vocab_size=vocab,
         max_position=int(model["seq"]),
@@ -485,7 +509,8 @@ def _block(
     shared = int(model.get("shared_ffn") or 0) if experts else 0
     top_k = int(model.get("topk") or 1) if experts else 0
     wide = 2 if gated else 1
-    parts = [*operators, Operator("norms", "norm", "norm", 0, hidden, 2 * hidden)]
+    norms = [Operator(name, "norm", "norm", 0, hidden, hidden) for name in ("norm_1", "norm_2")]
+    parts = [*operators, *norms]
     if experts:
         parts.append(_linear("router", "router", hidden, experts))
         size = experts * hidden * inner
