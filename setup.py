@@ -76,6 +76,6 @@ setup(
     ],
     py_modules=["_ds_autoplan_hook"],
     package_dir={"ds_autoplan.integrations": "integrations"},
-    package_data={"": ["*.json", "**/*.json", "py.typed"]},
+    package_data={"": ["*.json", "**/*.json", "*.j2", "py.typed"]},
     cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )

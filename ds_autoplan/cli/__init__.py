@@ -25,6 +25,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("ds_autoplan.cli.diff", "show how two plans differ"),
     "estimate": ("ds_autoplan.cli.estimate", "price one setting, every degree given"),
     "validate": ("ds_autoplan.cli.validate", "price measured runs and show the errors"),
+    "report": ("ds_autoplan.cli.report", "show a plan as one HTML page"),
+    "export": ("ds_autoplan.cli.export", "write a plan in another tool's words"),
     "verify": ("ds_autoplan.cli.verify", "train under a plan and compare with one process"),
 }
 

@@ -1,0 +1,121 @@
+"""Megatron-LM's command line: the arguments of pretrain_gpt.py that state the plan."""
+
+from __future__ import annotations
+
+from ds_autoplan.errors import UnsupportedError
+from ds_autoplan.export import Export
+from ds_autoplan.export.layout import checkpointing, chunks, is_even, require_sharded_layers
+from ds_autoplan.plan import Plan
+
+ORDERS = {"tp-cp-ep-dp-pp": [], "tp-cp-ep-pp-dp": ["--use-tp-pp-dp-mapping"]}
+PRECISION = {
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16"],
+    "fp32": [],
+    "fp8": ["--bf16", "--fp8-format hybrid"],
+}
+SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def to_megatron(plan: Plan, plan_path: str) -> Export:
+    """One argument a line; the model's own arguments (layers, widths, data) are the user's.
+
+    Raises:
+        UnsupportedError: Megatron-LM has no words for a part of the plan.
+    """
+    require_sharded_layers(plan, "Megatron-LM")
+    d = plan.degrees
+    if d.order not in ORDERS:
+        raise UnsupportedError(
+            f"The plan puts the ranks in the order {d.order}.",
+            f"Megatron-LM knows {' and '.join(ORDERS)}.",
+            "Pin the order, or train with this plugin.",
+        )
+    lines = [
+        f"--tensor-model-parallel-size {d.tp}",
+        f"--pipeline-model-parallel-size {d.pp}",
+        f"--micro-batch-size {d.micro_batch_size}",
+        f"--global-batch-size {plan.global_batch_size}",
+        f"--seq-length {plan.seq_length}",
+        *_precision(plan),
+        *ORDERS[d.order],
+    ]
+    if d.cp > 1:
+        lines.append(f"--context-parallel-size {d.cp}")
+    if d.ep > 1:
+        lines.append(f"--expert-model-parallel-size {d.ep}")
+    if d.tp > 1 and plan.layers[0].strategy.sequence_parallel:
+        lines.append("--sequence-parallel")
+    lines += [*_sharding(plan), *_stages(plan), *_checkpointing(plan)]
+    notes = [
+        f"For {d.world_size} ranks. Add the model's own arguments, the data's and the optimizer's.",
+    ]
+    if plan.backend == "deepspeed":
+        notes.append(
+            "The plan was priced for the deepspeed backend; `--backend megatron` also considers "
+            "interleaved stages, cp and ep."
+        )
+    return Export({"megatron.args": "\n".join(lines) + "\n"}, tuple(notes))
+
+
+def _precision(plan: Plan) -> list[str]:
+    if plan.precision not in PRECISION:
+        raise UnsupportedError(
+            f"The plan trains in {plan.precision}.",
+            f"Exported to Megatron-LM are {', '.join(PRECISION)}.",
+        )
+    return PRECISION[plan.precision]
+
+
+def _sharding(plan: Plan) -> list[str]:
+    stage = plan.degrees.zero_stage
+    if stage == 0:
+        return []
+    overlap = ["--overlap-grad-reduce", "--overlap-param-gather"]
+    lines = ["--use-distributed-optimizer", *(overlap if plan.degrees.dp > 1 else [])]
+    if stage > 1:
+        lines += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {SHARDING[stage]}"]
+    return lines
+
+
+def _stages(plan: Plan) -> list[str]:
+    """Uneven stages as a layout: E embedding, t one layer, L head and loss, | the next chunk."""
+    d = plan.degrees
+    if d.pp == 1:
+        return []
+    if not is_even(plan):
+        parts = ["t" * len(chunk) for chunk in chunks(plan)]
+        return ["--pipeline-model-parallel-layout E" + "|".join(parts) + "L"]
+    if d.vpp > 1:
+        return [f"--num-layers-per-virtual-pipeline-stage {len(plan.layers) // (d.pp * d.vpp)}"]
+    return []
+
+
+def _checkpointing(plan: Plan) -> list[str]:
+    kinds = checkpointing(plan)
+    if kinds == {"none"}:
+        return []
+    if kinds == {"selective"}:
+        return ["--recompute-granularity selective"]
+    if kinds == {"full"}:
+        return [
+            "--recompute-granularity full",
+            "--recompute-method uniform",
+            "--recompute-num-layers 1",
+        ]
+    counts = {
+        sum(layer.strategy.activation_checkpointing == "full" for layer in chunk)
+        for chunk in chunks(plan)
+    }
+    if kinds != {"none", "full"} or len(counts) > 1:
+        each = ", ".join(f"{kind} in some layers" for kind in sorted(kinds))
+        raise UnsupportedError(
+            f"The plan checkpoints {each}, in full {min(counts)} to {max(counts)} layers a stage.",
+            "Megatron-LM checkpoints the same number of layers in each stage.",
+            "Make the plan with --pin activation_checkpointing=none, selective or full.",
+        )
+    return [
+        "--recompute-granularity full",
+        "--recompute-method block",
+        f"--recompute-num-layers {counts.pop()}",
+    ]

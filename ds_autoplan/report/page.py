@@ -1,0 +1,194 @@
+"""The page: facts of the plan put into the words and lengths that the template shows.
+
+Lengths of bars are percentages; the template does no arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ds_autoplan.cli.table import degrees_text, seconds
+from ds_autoplan.cost.model import MEMORY_KEYS
+from ds_autoplan.explain import layer_groups
+from ds_autoplan.plan import Plan
+
+GB = 1e9
+SHOWN_EXCLUSIONS = 12  # candidates named per reason
+
+
+def render(plan: Plan, measured: list[dict[str, Any]] | None = None) -> str:
+    """The page's HTML.
+
+    Args:
+        plan: the plan, as loaded.
+        measured: rows of `validate` for measured runs, to show beside the prediction.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(**context(plan, measured or []))
+
+
+def context(plan: Plan, measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything the template names."""
+    head: dict[str, Any] = plan.to_json()["plan"]
+    head["sequence_parallel"] = plan.layers[0].strategy.sequence_parallel
+    return {
+        "plan": plan,
+        "degrees": degrees_text(head),
+        "facts": _facts(plan),
+        "step": _step(plan),
+        "stages": _stages(plan),
+        "groups": layer_groups(plan),
+        "runners_up": [
+            {
+                "degrees": degrees_text(other),
+                "step": seconds(other["step_s"]),
+                "longer": f"{other['step_s'] / plan.step_s - 1:+.1%}" if plan.step_s else "",
+                "why": other["why"],
+            }
+            for other in plan.alternatives
+        ],
+        "exclusions": _exclusions(plan),
+        "levels": _levels(plan),
+        "measured": [_measured(row) for row in measured],
+        "settings": plan.deepspeed(),
+        "solver": _solver(plan),
+    }
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        ("Predicted step", seconds(plan.step_s)),
+        ("Tokens/s", f"{plan.tokens_per_s:,.0f}"),
+        ("Tokens/s per device", f"{plan.tokens_per_s_per_gpu:,.0f}"),
+        ("MFU", f"{plan.mfu:.1%}"),
+        ("Uncalibrated time", f"{plan.uncalibrated_fraction:.0%}"),
+    ]
+
+
+def _step(plan: Plan) -> list[dict[str, Any]]:
+    """Parts of the step, longest first, with their share of it."""
+    parts = sorted(plan.breakdown_s.items(), key=lambda item: -item[1])
+    total = sum(value for _, value in parts) or 1.0
+    return [
+        {"name": name, "text": seconds(value), "share": 100.0 * value / total}
+        for name, value in parts
+        if value > 0
+    ]
+
+
+def _stages(plan: Plan) -> list[dict[str, Any]]:
+    """One bar a stage: its items of memory, against what a device has."""
+    capacity = _capacity(plan)
+    rows = []
+    for index, stage in enumerate(plan.stages):
+        layers = f"{stage.first_layer} to {stage.last_layer}"
+        if plan.degrees.vpp > 1:
+            layers = f"{stage.last_layer - stage.first_layer + 1} in {plan.degrees.vpp} chunks"
+        rows.append(
+            {
+                "index": index,
+                "layers": layers,
+                "time": seconds(stage.time_s),
+                "peak": f"{stage.peak_bytes / GB:.1f}",
+                "margin": f"{stage.margin_bytes / GB:.1f}",
+                "items": [
+                    {
+                        "name": name,
+                        "text": f"{stage.memory[name] / GB:.1f} GB",
+                        "share": 100.0 * stage.memory[name] / capacity,
+                        "colour": MEMORY_KEYS.index(name),
+                    }
+                    for name in MEMORY_KEYS
+                    if stage.memory.get(name, 0) > 0
+                ],
+            }
+        )
+    return rows
+
+
+def _capacity(plan: Plan) -> float:
+    largest = max((stage.peak_bytes + stage.margin_bytes for stage in plan.stages), default=0)
+    device = (_topology(plan) or {}).get("device", {})
+    return float(max(device.get("memory_bytes", 0), largest, 1))
+
+
+def _topology(plan: Plan) -> dict[str, Any] | None:
+    inputs = plan.report.get("inputs")
+    return inputs.get("topology") if isinstance(inputs, dict) else None
+
+
+def _levels(plan: Plan) -> list[dict[str, str]]:
+    levels = (_topology(plan) or {}).get("levels") or plan.cluster.get("levels", ())
+    return [
+        {
+            "name": level["name"],
+            "size": str(level["size"]),
+            "rate": f"{level['bytes_per_s'] / GB:.1f} GB/s",
+            "latency": seconds(level["latency_s"]) if "latency_s" in level else "",
+        }
+        for level in levels
+    ]
+
+
+def _exclusions(plan: Plan) -> list[dict[str, Any]]:
+    """Reasons, the most frequent first, with the candidates they exclude."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for item in plan.excluded:
+        text = " ".join(f"{key}={value}" for key, value in item["candidate"].items())
+        by_reason[item["reason"]].append(text)
+    return [
+        {
+            "reason": reason,
+            "count": len(names),
+            "shown": names[:SHOWN_EXCLUSIONS],
+            "more": max(0, len(names) - SHOWN_EXCLUSIONS),
+        }
+        for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    ]
+
+
+def _measured(row: dict[str, Any]) -> dict[str, str]:
+    def pair(key: str, form: Any) -> str:
+        return form(row[key]) if row.get(key) is not None else "-"
+
+    return {
+        "id": str(row["id"]),
+        "reason": str(row.get("reason") or ""),
+        "measured": pair("measured_step_s", seconds),
+        "predicted": pair("predicted_step_s", seconds),
+        "error": pair("time_error", "{:+.1%}".format),
+        "measured_gb": pair("measured_peak_gb", "{:.1f}".format),
+        "predicted_gb": pair("predicted_peak_gb", "{:.1f}".format),
+        "memory_error": pair("memory_error", "{:+.1%}".format),
+    }
+
+
+def _solver(plan: Plan) -> list[tuple[str, str]]:
+    solver = plan.solver
+    rows = [
+        ("Status", solver.status),
+        ("Objective", seconds(solver.objective_s)),
+        ("Bound", seconds(solver.bound_s)),
+        ("Gap", f"{solver.gap:.2g}"),
+        ("Candidates", f"{solver.candidates}: {solver.solved} solved, {solver.pruned} pruned"),
+    ]
+    folding = plan.report.get("folding")
+    if folding:
+        rows.append(
+            (
+                "Folding",
+                f"{folding['blocks']} blocks of {folding['operators']} operators, "
+                f"{folding['distinct_blocks']} distinct",
+            )
+        )
+    return rows
