@@ -23,6 +23,7 @@ class AutoplanConfig(BaseModel):
     enabled: bool = True
     seq_length: int | None = Field(default=None, ge=1)
     cluster: str = "detect"
+    calibrate: bool = False
     tp: Degree = None
     pp: Degree = None
     dp: Degree = None

@@ -27,6 +27,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "validate": ("ds_autoplan.cli.validate", "price measured runs and show the errors"),
     "report": ("ds_autoplan.cli.report", "show a plan as one HTML page"),
     "export": ("ds_autoplan.cli.export", "write a plan in another tool's words"),
+    "doctor": ("ds_autoplan.cli.doctor", "check this installation and machine"),
+    "calibrate": ("ds_autoplan.cli.calibrate", "measure this cluster's devices and links"),
     "verify": ("ds_autoplan.cli.verify", "train under a plan and compare with one process"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ds_autoplan.cli.jobs import add_job, add_json, positive, workload_of
+from ds_autoplan.cli.jobs import add_job, add_json, cluster_of, positive, workload_of
 from ds_autoplan.errors import InfeasibleError
 from ds_autoplan.strategy import CHECKPOINTING, Degrees, Strategy
 
@@ -33,13 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Price the setting; status 1 where the degrees cannot be."""
     from ds_autoplan.api import check_workload
-    from ds_autoplan.cluster import parse_cluster
     from ds_autoplan.estimate import estimate, estimate_json, exclusions
     from ds_autoplan.model import load_graph
 
     graph, topology, workload = (
         load_graph(args.model),
-        parse_cluster(args.cluster),
+        cluster_of(args.cluster),
         workload_of(args),
     )
     check_workload(graph, workload)

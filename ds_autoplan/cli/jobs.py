@@ -11,6 +11,7 @@ from ds_autoplan.errors import BadInputError
 from ds_autoplan.workload import BACKENDS, PRECISIONS, Workload
 
 if TYPE_CHECKING:
+    from ds_autoplan.cluster import Topology
     from ds_autoplan.search.solve import Progress
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor")
@@ -25,7 +26,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         required=True,
         metavar="C",
-        help="NODESxGPUSxNAME, as 4x8xH100-SXM-80GB (optionally ,nic=400Gb), or a cluster JSON",
+        help="NODESxGPUSxNAME, as 4x8xH100-SXM-80GB (optionally ,nic=400Gb), a cluster JSON, or "
+        "detect: this machine",
     )
     parser.add_argument("--seq-length", type=positive, required=True, metavar="S")
     parser.add_argument("--global-batch-size", type=positive, required=True, metavar="B")
@@ -39,6 +41,29 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         help="engine calls per step that the script makes (deepspeed backend)",
     )
     parser.add_argument("--gradient-clipping", type=float, default=0.0, metavar="NORM")
+
+
+def cluster_of(spec: str) -> Topology:
+    """The cluster that `spec` names; "detect": this machine's GPUs by name, else measured.
+
+    Raises:
+        BadInputError: `spec` is not a cluster.
+    """
+    from ds_autoplan.cluster import parse_cluster
+
+    if spec != "detect":
+        return parse_cluster(spec)
+    from ds_autoplan.cluster.presets import topology_from_json
+    from ds_autoplan.integrations.calibration.local import local_gpus, local_processes, measure
+
+    name = local_gpus()
+    if name:
+        return parse_cluster(name)
+    processes = local_processes()
+    print(f"measuring this machine with {processes} processes", file=sys.stderr)
+    measured = measure(processes)
+    assert measured is not None, "no launcher started this command"
+    return topology_from_json(measured)
 
 
 def workload_of(args: argparse.Namespace) -> Workload:

@@ -9,6 +9,7 @@ from typing import Any
 from ds_autoplan.cli.jobs import (
     add_job,
     add_json,
+    cluster_of,
     positive_list,
     terminal_progress,
     workload_of,
@@ -79,7 +80,11 @@ def run(args: argparse.Namespace) -> int:
     from ds_autoplan.api import plan
 
     made = plan(
-        args.model, args.cluster, workload_of(args), options_of(args), progress=terminal_progress()
+        args.model,
+        cluster_of(args.cluster),
+        workload_of(args),
+        options_of(args),
+        progress=terminal_progress(),
     )
     if args.out:
         try:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from ds_autoplan.cli.jobs import add_json
-from ds_autoplan.errors import BadInputError
+from ds_autoplan.cli.jobs import add_json, write_text
 from ds_autoplan.plan import Plan
 
 EPILOG = """examples:
@@ -40,14 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
         measured = [price_run(item) for item in load_runs(args.runs)]
     text = render(plan, measured)
-    try:
-        Path(args.out).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(
-            f"The report {args.out!r} cannot be written: {error.strerror}.",
-            "",
-            "Name a file in a folder that exists.",
-        ) from error
+    write_text(args.out, text)
     answer = {"out": args.out, "bytes": len(text.encode()), "fingerprint": plan.fingerprint}
     print(json.dumps(answer) if args.json else f"Written to {args.out}")
     return 0

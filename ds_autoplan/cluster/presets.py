@@ -277,6 +277,38 @@ def topology_from_json(data: dict[str, Any]) -> Topology:
     )
 
 
+def topology_to_json(topology: Topology) -> dict[str, Any]:
+    """A topology as a cluster JSON's object: what :func:`topology_from_json` reads."""
+    device = topology.device
+    return {
+        "name": topology.name,
+        "device": {
+            "name": device.name,
+            "architecture": device.architecture,
+            "multiprocessors": device.multiprocessors,
+            "memory_gib": device.memory_bytes / GIB,
+            "memory_tb_s": device.memory_bytes_per_s / 1e12,
+            "peak_tflops": {key: rate / 1e12 for key, rate in device.peak_flops.items()},
+            "matmul_tflops": {key: rate / 1e12 for key, rate in device.matmul_flops.items()},
+            "source": device.source,
+        },
+        "gpus_per_node": topology.gpus_per_node,
+        "calibrated": topology.calibrated,
+        "levels": [
+            {
+                "name": level.name,
+                "size": level.size,
+                "gb_per_s": level.bytes_per_s / 1e9,
+                "latency_us": level.latency_s * 1e6,
+                "all_reduce_gb_per_s": level.all_reduce_bytes_per_s / 1e9,
+                "all_to_all_gb_per_s": level.all_to_all_bytes_per_s / 1e9,
+                "pair_gb_per_s": level.pair_bytes_per_s / 1e9,
+            }
+            for level in topology.levels
+        ],
+    }
+
+
 def _gbit(text: str, spec: str) -> float:
     match = re.match(r"^([\d.]+)\s*(Gb|Gbit|G)?$", text, re.IGNORECASE)
     if not match:

@@ -34,7 +34,7 @@ def plan_together(
     Raises:
         AutoplanError: on every rank, if there is no plan.
     """
-    topology = None if autoplan.plan else detect_cluster(autoplan.cluster)
+    topology = None if autoplan.plan else detect_cluster(autoplan.cluster, autoplan.calibrate)
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

@@ -108,4 +108,4 @@ def test_the_command(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "measured" in page.ids and "sc21-table1-18b" in page.words
     capsys.readouterr()
     assert main([*command[:2], "--out", str(tmp_path / "missing" / "r.html")]) == 2
-    assert "folder that exists" in capsys.readouterr().err
+    assert "cannot be written: No such file" in capsys.readouterr().err

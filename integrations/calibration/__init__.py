@@ -1,0 +1,1 @@
+"""Measuring the machine: matrix products, copies and all-reduces, as training meets them."""
