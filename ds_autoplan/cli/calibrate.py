@@ -11,7 +11,7 @@ from ds_autoplan.cli.jobs import add_json, positive, write_text
 EPILOG = """examples:
   ds-autoplan calibrate --out cluster.json
   ds-autoplan calibrate --processes 4 --out cluster.json
-  deepspeed --hostfile hosts --module ds_autoplan calibrate --out cluster.json
+  deepspeed --hostfile hosts --no_local_rank --module ds_autoplan calibrate --out cluster.json
 
 Measures matrix products, copies and all-reduces with all devices at work: this machine's GPUs, one
 process each, or its CPU cores. Started by a launcher it measures the launcher's ranks, and so the
@@ -28,8 +28,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes on this machine (default: one a GPU; without GPUs one a core, at most 8)",
     )
-    # What launchers add.
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     add_json(parser)
 
 
