@@ -301,13 +301,12 @@ JAX = replace(
     fused_casts=True,
     default_shard_group=128,
 )
-# By its source and its scaling benchmark's configuration: torch's
-# own split, silu and product in the MLP; DistributedDataParallel in the parameters' precision
-# beside the 32-bit gradients, or with ZeRO 1 a flat copy of these for a coalesced reduce-scatter;
-# asynchronous gathers on torch 2.1, which records streams; 32-bit logits and their softmax at the
-# loss; stages cut by the GEMMs' size, the head's among them. Queries, keys and values are put in
-# order, keys and values joined and put in order again: copies of 7 h, and 2 I more at the gate,
-# 42 h where fused kernels move 46 h.
+# By its source and its scaling benchmark's configuration: torch's own split, silu and product in
+# the MLP; DistributedDataParallel in the parameters' precision beside the 32-bit gradients, or with
+# ZeRO 1 a flat copy of these for a coalesced reduce-scatter; asynchronous gathers on torch 2.1,
+# which records streams; 32-bit logits and their softmax at the loss; stages cut by the GEMMs' size,
+# the head's among them. Queries, keys and values are put in order, keys and values joined and put
+# in order again: copies of 7 h, and 2 I more at the gate, 42 h where fused kernels move 46 h.
 NANOTRON = replace(
     MEGATRON,
     name="nanotron",
@@ -350,6 +349,7 @@ BY_PATTERN = (
     (r"maxtext|paxml|\bjax\b|xla", JAX),
     (r"bridge.*container 26\.(0[6-9]|1).*blackwell", NEMO_GRAPHS),
     (r"nemo|dgxc|bridge|megatron-fsdp", NEMO),
+    (r"(?=.*torchtitan)(?=.*(no|without|not) (torch\.)?compile)", TITAN),
     (r"(?=.*torchtitan)(?=.*compile)(?=.*(?<!\d)202[5-9])", TITAN_COMPILED_LOSS),
     (r"(?=.*torchtitan)(?=.*compile)", TITAN_COMPILED),
     (r"torchtitan", TITAN),

@@ -161,7 +161,7 @@ def _read(data: dict[str, Any]) -> Row:
     peak = measured.get("peak_mem_gb")
     unit = str(measured.get("peak_mem_unit") or "GiB")
     stages = stages_of(graph.num_layers, pp, strategy, _end_layers(data, framework))
-    if re.search(r"selective.*layer", str(parallel.get("recompute"))):
+    if re.search(r"selective.*\blayers?\b", str(parallel.get("recompute"))):
         stages = _every_second_layer(stages)
     return Row(
         id=str(data["id"]),
@@ -310,7 +310,7 @@ def precision_of(text: str) -> str:
     lower = text.lower()
     if "fp4" in lower:
         return "fp4"
-    if "fp8" in lower:
+    if "fp8" in lower or "float8" in lower:
         return "fp8"
     if "bf16" in lower:
         return "bf16"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_autoplan.cost.rows import peak_kind_of, read_row, stages_of
+from ds_autoplan.cost.rows import peak_kind_of, precision_of, read_row, stages_of
 from ds_autoplan.runs import load_runs
 from ds_autoplan.strategy import Strategy
 
@@ -81,3 +81,40 @@ def test_tied_embeddings_are_stated_or_counted(
 def test_what_a_peak_counts(kind: str, unit: str, flags: list[str], expected: str) -> None:
     measured: dict[str, Any] = {"peak_mem_kind": kind, "peak_mem_unit": unit}
     assert peak_kind_of({"measured": measured, "flags": flags}) == expected
+
+
+TITAN = load_runs(Path(__file__).with_name("torchtitan_runs.jsonl"))[0]
+
+
+@pytest.mark.parametrize(
+    ("notes", "engine"),
+    [
+        ("FSDP2", "torchtitan"),
+        ("FSDP2 + torch.compile", "torchtitan-compiled"),
+        ("FSDP2 without torch.compile", "torchtitan"),
+        ("FSDP2 + torch.compile, 2025-06", "torchtitan-2025"),
+    ],
+)
+def test_what_a_run_says_of_its_engine(notes: str, engine: str) -> None:
+    run = {**TITAN, "source": "pytorch/torchtitan", "notes": notes}
+    assert read_row(run).framework.name == engine
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kinds"),
+    [
+        ("selective (op)", {"selective"}),
+        ("selective layer", {"full", "none"}),
+        ("selective: layernorm", {"selective"}),
+        ("full", {"full"}),
+    ],
+)
+def test_words_for_recomputation(recompute: str, kinds: set[str]) -> None:
+    run = {**TITAN, "parallel": {**TITAN["parallel"], "recompute": recompute}}
+    found = [strategy for stage in read_row(run).stages for strategy in stage.strategies]
+    assert {strategy.activation_checkpointing for strategy in found} == kinds
+
+
+def test_names_of_8_bits() -> None:
+    for name in ("FP8", "float8 (tensorwise)", "BF16 + Float8 rowwise", "MXFP8"):
+        assert precision_of(name) == "fp8"
