@@ -272,6 +272,7 @@ TITAN = replace(
     norm_copies=1.0,
     selective="operators",
     gathered_under_pp=True,
+    default_sequence_parallel=True,
     sharded_logit_bytes=20.0,
     pipe_buffers=True,
     fragmentation=0.1,
