@@ -88,7 +88,7 @@ def plan_without_help(
     if not space.candidates:
         raise InfeasibleError(
             f"No combination of degrees is allowed on {devices} devices:",
-            "; ".join(dict.fromkeys(space.excluded.values())) + ".",
+            "; ".join(space.reasons(options.pins)) + ".",
             "Relax the pins, or change the batch size or the number of devices.",
         )
     capacity = capacity_bytes(cost, options)
@@ -125,6 +125,13 @@ def check_workload(graph: BlockGraph, workload: Workload) -> None:
         value = getattr(workload, name)
         if value not in allowed:
             raise BadInputError(f"{name} is {value!r}.", f"It must be one of {', '.join(allowed)}.")
+    calls = workload.gradient_accumulation_steps
+    if calls is not None and workload.backend == "megatron":
+        raise BadInputError(
+            f"gradient_accumulation_steps is {calls} under the megatron backend.",
+            "It counts a script's engine calls per step, which Megatron does not have.",
+            "Leave it out: the micro-batches of a step follow from the batch sizes.",
+        )
     learned = any(o.role == "position" and o.kind == "embedding" for o in graph.embedding)
     if learned and graph.vocab_size and workload.seq_length > graph.max_position > 0:
         raise BadInputError(
@@ -188,6 +195,7 @@ def _assemble(
     facts: dict[str, Any] = {
         "parameters": graph.num_parameters,
         "block_classes": len(graph.classes),
+        "range_s": list(estimate.range_s),
         **_folding(graph, judge, winner),
     }
     if options.prove:

@@ -80,13 +80,19 @@ def exclusions(
     del pins["num_micro_batches"]
     pins["sequence_parallel"] = strategy.sequence_parallel
     space = enumerate_space(graph, degrees.world_size, workload, PlanOptions(pins=pins))
-    return () if space.candidates else tuple(dict.fromkeys(space.excluded.values()))
+    return () if space.candidates else tuple(space.reasons({k: (v,) for k, v in pins.items()}))
 
 
-def estimate_json(priced: StepEstimate, workload: Workload, num_devices: int) -> dict[str, Any]:
+def estimate_json(
+    priced: StepEstimate, workload: Workload, num_devices: int, capacity_bytes: float
+) -> dict[str, Any]:
     """What `estimate --json` prints."""
     tokens = workload.seq_length * workload.global_batch_size
+    margins = [round(capacity_bytes - stage.peak_bytes) for stage in priced.stages]
     return {
+        "fits": min(margins) >= 0,
+        "capacity_bytes": round(capacity_bytes),
+        "margin_bytes": margins,
         "step_s": priced.step_s,
         "range_s": list(priced.range_s),
         "tokens_per_s_per_gpu": tokens / priced.step_s / num_devices,

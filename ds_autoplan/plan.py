@@ -120,10 +120,14 @@ class Plan:
         """The script's batch settings that suit the plan, as plain data parallelism sees them.
 
         `train_micro_batch_size_per_gpu` * `gradient_accumulation_steps` * world size is the global
-        batch size; accumulation 1 runs one full pipeline pass a step.
+        batch size; accumulation 1 runs one full pipeline pass a step, and is what they say unless
+        the plan was made for more.
         """
+        inputs = self.report.get("inputs")
+        workload = inputs.get("workload", {}) if isinstance(inputs, dict) else {}
+        calls = int(workload.get("gradient_accumulation_steps") or 1)
         world = self.degrees.world_size
-        per_rank, rest = divmod(self.global_batch_size, world)
+        per_rank, rest = divmod(self.global_batch_size, world * calls)
         micro = per_rank if rest == 0 and per_rank > 0 else 1
         return {
             "train_batch_size": self.global_batch_size,
@@ -166,6 +170,12 @@ class Plan:
         Raises:
             BadInputError: a key is missing or the schema is another version's.
         """
+        if "plan" not in data:
+            raise BadInputError(
+                f"The file holds {', '.join(sorted(map(str, data))) or 'nothing'}, and no plan.",
+                "A plan file is what `ds-autoplan plan --out` wrote.",
+                "Name that file.",
+            )
         try:
             head = data["plan"]
             version = head.get("schema_version")

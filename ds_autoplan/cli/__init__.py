@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
             word = message.split("unrecognized arguments: ")[1].split()[0].split("=")[0]
             near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.5)
             hint = f"Did you mean {near[0]}? {hint}" if near else hint
-        raise BadInputError(f"{self.prog}: {message}.", "", hint)
+        raise BadInputError(f"{self.prog.removeprefix('ds-autoplan ')}: {message}.", "", hint)
 
     def check_options(self, words: Sequence[str]) -> None:
         """Name a misspelt option before the one that is missing for it."""
@@ -98,7 +98,7 @@ def _dispatch(words: list[str]) -> int:
     module = importlib.import_module(commands[name][0])
     parser = Parser(
         prog=f"ds-autoplan {name}",
-        description=commands[name][1].capitalize() + ".",
+        description=commands[name][1][0].upper() + commands[name][1][1:] + ".",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

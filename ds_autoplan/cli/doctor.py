@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"ok": problems == 0, "findings": [asdict(item) for item in found]}))
     else:
-        print(f"{problems} problems" if problems else "No problem found.", file=sys.stderr)
+        count = "1 problem" if problems == 1 else f"{problems} problems"
+        print(count if problems else "No problem found.", file=sys.stderr)
     return 1 if problems else 0
 
 

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         activation_checkpointing=args.activation_checkpointing,
     )
     priced = estimate(graph, topology, workload, degrees, strategy)
-    answer = estimate_json(priced, workload, topology.num_devices)
+    capacity = float(topology.device.memory_bytes)
+    answer = estimate_json(priced, workload, topology.num_devices, capacity)
     excluded = exclusions(graph, workload, degrees, strategy)
     answer["excluded"] = list(excluded)
     if args.json:
@@ -70,6 +71,12 @@ def run(args: argparse.Namespace) -> int:
         for index, memory in enumerate(answer["memory"])
     ]
     print(table(["stage", "peak GB", *keys], rows))
+    least = min(answer["margin_bytes"])
+    print(
+        f"Fits in {capacity / GB:.1f} GB per device, {least / GB:.1f} GB to spare at least."
+        if least >= 0
+        else f"Does not fit: {-least / GB:.1f} GB too many for {capacity / GB:.1f} GB per device."
+    )
     for reason in excluded:
         print(f"The planner excludes this: {reason}")
     for note in priced.assumptions:

@@ -60,17 +60,32 @@ def plan_text(plan: Plan) -> str:
             for other in plan.alternatives
         ]
         parts += ["", table(["runner-up", "step", "why it lost"], rows)]
-    settings = plan.deepspeed()
-    parts += [
-        "",
-        "DeepSpeed settings: "
-        + ", ".join(
-            f"{key} {value['stage'] if isinstance(value, dict) else value}"
-            for key, value in settings.items()
-        ),
-    ]
+    parts += ["", _settings(plan)]
     parts += [f"Assumes: {note}" for note in plan.assumptions]
     return "\n".join(parts)
+
+
+def _settings(plan: Plan) -> str:
+    if plan.backend != "deepspeed":
+        return f"Run it with Megatron: ds-autoplan export PLAN.json --to {plan.backend}"
+    return "DeepSpeed settings: " + ", ".join(
+        f"{key} {value['stage'] if isinstance(value, dict) else value}"
+        for key, value in plan.deepspeed().items()
+    )
+
+
+def range_text(plan: Plan) -> str:
+    """Where nine of ten measured runs would lie, in brackets; empty for plans without it."""
+    low, high = plan.report.get("range_s") or (0.0, 0.0)
+    return f" ({seconds(low)} to {seconds(high)})" if high else ""
+
+
+def search_text(plan: Plan) -> str:
+    """How many candidates there were, and what became of them."""
+    solver = plan.solver
+    rest = solver.candidates - solver.solved - solver.pruned
+    large = f", {rest} too large" if rest > 0 else ""
+    return f"{solver.candidates} candidates: {solver.solved} solved, {solver.pruned} pruned{large}"
 
 
 def _head(plan: Plan) -> list[str]:
@@ -86,7 +101,7 @@ def _head(plan: Plan) -> list[str]:
         f"global batch {plan.global_batch_size}, {plan.precision}, {plan.backend}",
         f"Plan {plan.fingerprint}: {degrees_text(degrees)} x {d.num_micro_batches}, "
         f"vocabulary {plan.vocabulary}",
-        f"Step {seconds(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s "
+        f"Step {seconds(plan.step_s)}{range_text(plan)}, {plan.tokens_per_s:,.0f} tokens/s "
         f"({plan.tokens_per_s_per_gpu:,.0f} per device), MFU {plan.mfu:.1%}, "
         f"{plan.uncalibrated_fraction:.0%} of the time from uncalibrated constants",
     ]
@@ -139,8 +154,7 @@ def _search(plan: Plan) -> list[str]:
     took = "" if solver.seconds is None else f", {solver.seconds:.2f} s"
     lines = [
         "Step: " + ", ".join(f"{key} {seconds(value)}" for key, value in parts if value > 0),
-        f"Search: {solver.candidates} candidates, {solver.solved} solved, {solver.pruned} pruned, "
-        f"{solver.status}, gap {solver.gap:.2g}{took}",
+        f"Search: {search_text(plan)}; {solver.status}, gap {solver.gap:.2g}{took}",
     ]
     folding = plan.report.get("folding")
     if folding:

@@ -46,13 +46,13 @@ MATMUL_SHARE_DEFAULT = 0.75
 # FlashAttention-2 on H100: 35% of the vendor's peak (arXiv 2407.08608, abstract).
 ATTENTION_SHARE = {
     ("volta", "fused"): (0.30, 0.24),
-    ("ampere", "flash1"): (0.44, 0.35),
+    ("ampere", "flash1"): (0.44, 0.352),
     ("ampere", "fused"): (0.60, 0.48),
-    ("hopper", "flash1"): (0.255, 0.205),
+    ("hopper", "flash1"): (0.255, 0.204),
     ("hopper", "flash"): (0.40, 0.32),
-    ("hopper", "fused"): (0.62, 0.50),
-    ("blackwell", "flash1"): (0.18, 0.14),
-    ("blackwell", "fused"): (0.67, 0.54),
+    ("hopper", "fused"): (0.62, 0.496),
+    ("blackwell", "flash1"): (0.18, 0.144),
+    ("blackwell", "fused"): (0.67, 0.536),
     ("cdna3", "fused"): (0.40, 0.32),
     ("cdna4", "fused"): (0.40, 0.32),
     ("cpu", "fused"): (0.30, 0.30),

@@ -13,8 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Engines without published runs count as the one that works most alike.
-KIN = {"deepspeed": "fsdp"}
+# The engine that works most alike, for engines with few published runs or none.
+KIN = {
+    "deepspeed": "fsdp",
+    "torchtitan": "fsdp",
+    "torchtitan-compiled": "fsdp",
+    "torchtitan-2025": "fsdp",
+    "megatron": "nemo",
+    "nemo": "megatron",
+}
 # Error added per share of the step that rests on uncalibrated constants (matmul rates of devices
 # without a measured run differ by this much from the share of the vendor's peak that is assumed).
 UNCALIBRATED_SPREAD = 0.25
@@ -40,13 +47,13 @@ def _table() -> list[dict[str, Any]]:
 @cache
 def nearest_spread(engine: str, architecture: str, precision: str, mixture: bool) -> Spread:
     """Spread of the cell most like the setting: kind of model, precision, engine, device."""
-    wanted = KIN.get(engine, engine)
     bits = "8-bit" if precision in ("fp8", "fp4") else "16-bit"
 
     def distance(row: dict[str, Any]) -> tuple[int, int]:
-        far = 8 * (row["mixture"] != mixture) + 4 * (row["precision"] != bits)
-        far += 2 * (row["engine"] != wanted) + (row["architecture"] != architecture)
-        return far, -int(row["runs"])
+        far = 12 * (row["mixture"] != mixture) + 6 * (row["precision"] != bits)
+        if row["engine"] != engine:
+            far += 1 if row["engine"] == KIN.get(engine) else 3
+        return far + 2 * (row["architecture"] != architecture), -int(row["runs"])
 
     found = min((row for row in _table() if row["runs"] >= FEWEST_RUNS), key=distance)
     name = f"{found['engine']}, {found['architecture']}, {found['precision']}"

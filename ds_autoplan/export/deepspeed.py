@@ -21,6 +21,7 @@ def to_deepspeed(plan: Plan, plan_path: str) -> Export:
     notes = (
         f"Start the script on {plan.degrees.world_size} ranks with this file. Keep your own keys "
         "(optimizer, scheduler, clipping); the batch keys may stay yours too.",
+        _where(plan_path),
     )
     return Export({JSON_NAME: _config(plan, plan_path)}, notes)
 
@@ -46,6 +47,7 @@ def to_accelerate(plan: Plan, plan_path: str) -> Export:
     notes = [
         f"accelerate launch --config_file accelerate.yaml script.py; {JSON_NAME} is looked for "
         "where the command starts.",
+        _where(plan_path),
     ]
     if nodes > 1:
         notes.append(
@@ -54,6 +56,10 @@ def to_accelerate(plan: Plan, plan_path: str) -> Export:
         )
     files = {"accelerate.yaml": "\n".join(lines) + "\n", JSON_NAME: _config(plan, plan_path)}
     return Export(files, tuple(notes))
+
+
+def _where(plan_path: str) -> str:
+    return f"Every node reads the plan at {plan_path}."
 
 
 def _config(plan: Plan, plan_path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_autoplan.errors import UnsupportedError
 from ds_autoplan.export import Export
 from ds_autoplan.export.layout import checkpointing, chunks, is_even, require_sharded_layers
+from ds_autoplan.inputs import recall
 from ds_autoplan.plan import Plan
 
 ORDERS = {"tp-cp-ep-dp-pp": [], "tp-cp-ep-pp-dp": ["--use-tp-pp-dp-mapping"]}
@@ -18,7 +19,7 @@ SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def to_megatron(plan: Plan, plan_path: str) -> Export:
-    """One argument a line; the model's own arguments (layers, widths, data) are the user's.
+    """One argument a line, quoted for a shell; what the model needs besides is the user's.
 
     Raises:
         UnsupportedError: Megatron-LM has no words for a part of the plan.
@@ -44,18 +45,36 @@ def to_megatron(plan: Plan, plan_path: str) -> Export:
         lines.append(f"--context-parallel-size {d.cp}")
     if d.ep > 1:
         lines.append(f"--expert-model-parallel-size {d.ep}")
+    if _has_experts(plan):
+        lines += ["--moe-grouped-gemm", "--moe-token-dispatcher-type alltoall"]
     if d.tp > 1 and plan.layers[0].strategy.sequence_parallel:
         lines.append("--sequence-parallel")
     lines += [*_sharding(plan), *_stages(plan), *_checkpointing(plan)]
     notes = [
         f"For {d.world_size} ranks. Add the model's own arguments, the data's and the optimizer's.",
     ]
+    fsdp = d.zero_stage > 1
+    if fsdp or d.tp * d.cp > 1:
+        notes.append(
+            "Megatron-LM's FSDP asks for CUDA_DEVICE_MAX_CONNECTIONS unset or above 1."
+            if fsdp
+            else "Up to Hopper, set CUDA_DEVICE_MAX_CONNECTIONS=1: transfers are overlapped."
+        )
     if plan.backend == "deepspeed":
         notes.append(
             "The plan was priced for the deepspeed backend; `--backend megatron` also considers "
             "interleaved stages, cp and ep."
         )
     return Export({"megatron.args": "\n".join(lines) + "\n"}, tuple(notes))
+
+
+def _has_experts(plan: Plan) -> bool:
+    """Whether the model has mixture layers; plans made by hand do not say, and ep tells."""
+    if not isinstance(plan.report.get("inputs"), dict):
+        return plan.degrees.ep > 1
+    return any(
+        block.mlp is not None and block.mlp.num_experts > 0 for block in recall(plan).graph.classes
+    )
 
 
 def _precision(plan: Plan) -> list[str]:
@@ -75,6 +94,7 @@ def _sharding(plan: Plan) -> list[str]:
     lines = ["--use-distributed-optimizer", *(overlap if plan.degrees.dp > 1 else [])]
     if stage > 1:
         lines += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {SHARDING[stage]}"]
+        lines += ["--ckpt-format fsdp_dtensor", "--no-gradient-accumulation-fusion"]
     return lines
 
 
@@ -85,7 +105,7 @@ def _stages(plan: Plan) -> list[str]:
         return []
     if not is_even(plan):
         parts = ["t" * len(chunk) for chunk in chunks(plan)]
-        return ["--pipeline-model-parallel-layout E" + "|".join(parts) + "L"]
+        return [f"--pipeline-model-parallel-layout 'E{'|'.join(parts)}L'"]
     if d.vpp > 1:
         return [f"--num-layers-per-virtual-pipeline-stage {len(plan.layers) // (d.pp * d.vpp)}"]
     return []

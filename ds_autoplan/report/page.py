@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ds_autoplan.cli.table import degrees_text, seconds
+from ds_autoplan.cli.table import degrees_text, range_text, search_text, seconds
 from ds_autoplan.cost.model import MEMORY_KEYS
 from ds_autoplan.explain import layer_groups
 from ds_autoplan.plan import Plan
@@ -67,7 +67,7 @@ def context(plan: Plan, measured: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     return [
-        ("Predicted step", seconds(plan.step_s)),
+        ("Predicted step", seconds(plan.step_s) + range_text(plan)),
         ("Tokens/s", f"{plan.tokens_per_s:,.0f}"),
         ("Tokens/s per device", f"{plan.tokens_per_s_per_gpu:,.0f}"),
         ("MFU", f"{plan.mfu:.1%}"),
@@ -144,8 +144,11 @@ def _exclusions(plan: Plan) -> list[dict[str, Any]]:
     """Reasons, the most frequent first, with the candidates they exclude."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for item in plan.excluded:
-        text = " ".join(f"{key}={value}" for key, value in item["candidate"].items())
-        by_reason[item["reason"]].append(text)
+        # By how much each candidate is too big makes no reason of its own.
+        reason, _, amount = item["reason"].partition(": ")
+        if reason != "does not fit in memory":
+            reason, amount = item["reason"], ""
+        by_reason[reason].append(_candidate(item["candidate"]) + (f" ({amount})" if amount else ""))
     return [
         {
             "reason": reason,
@@ -155,6 +158,18 @@ def _exclusions(plan: Plan) -> list[dict[str, Any]]:
         }
         for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1]))
     ]
+
+
+def _candidate(given: dict[str, Any]) -> str:
+    """A partly stated setting: tp=2 ZeRO 2 or 3; cp, ep and vpp where they are not 1."""
+    words = []
+    for key, value in given.items():
+        if key in ("cp", "ep", "vpp") and value == 1:
+            continue
+        text = " or ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        name = key.replace("_", " ").replace("zero stage", "ZeRO")
+        words.append(f"{name} {text.replace('>', 'above ')}")
+    return ", ".join(words)
 
 
 def _measured(row: dict[str, Any]) -> dict[str, str]:
@@ -180,7 +195,7 @@ def _solver(plan: Plan) -> list[tuple[str, str]]:
         ("Objective", seconds(solver.objective_s)),
         ("Bound", seconds(solver.bound_s)),
         ("Gap", f"{solver.gap:.2g}"),
-        ("Candidates", f"{solver.candidates}: {solver.solved} solved, {solver.pruned} pruned"),
+        ("Candidates", search_text(plan)),
     ]
     folding = plan.report.get("folding")
     if folding:

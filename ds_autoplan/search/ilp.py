@@ -292,14 +292,19 @@ def _solution(
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """HiGHS prints a banner from C++ whatever its options say; standard output is for answers."""
+def quiet(target: str = "") -> Iterator[None]:
+    """HiGHS prints a banner from C++ whatever its options say; standard output is for answers.
+
+    What is printed goes to standard error, or to the file `target`.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
+    elsewhere = os.open(target, os.O_WRONLY) if target else os.dup(2)
     try:
-        os.dup2(2, 1)
+        os.dup2(elsewhere, 1)
         yield
     finally:
+        os.close(elsewhere)
         os.dup2(kept, 1)
         os.close(kept)
 

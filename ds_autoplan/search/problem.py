@@ -215,11 +215,11 @@ def missing_bytes(problem: Problem) -> float:
             choice.state_bytes + lightest * choice.activation_bytes
             for choice in problem.choices[klass]
         )
-    room = 0.0
-    for stage in problem.stages:
-        used = stage.state_bytes + stage.in_flight * stage.activation_bytes
-        own = stage.capacity_bytes - used - stage.workspace_bytes
-        if own <= 0:
-            return -own
-        room += own
-    return (need - room) / len(problem.stages)
+    rooms = [
+        stage.capacity_bytes
+        - stage.state_bytes
+        - stage.in_flight * stage.activation_bytes
+        - stage.workspace_bytes
+        for stage in problem.stages
+    ]
+    return max((need - sum(rooms)) / len(rooms), -min(rooms))

@@ -9,7 +9,7 @@ for a engine calls per step (a = 1 unless the script says otherwise). Then num_m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -72,12 +72,39 @@ class Space:
         """Record why a (partly specified) candidate is not looked at."""
         self.excluded.setdefault(tuple(candidate.items()), reason)
 
+    def reasons(self, pins: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Why nothing with these pins is left, without what excludes other settings only.
+
+        Reasons that speak of nothing but pinned values come alone, where there are any.
+        """
+        close = {
+            candidate: reason
+            for candidate, reason in self.excluded.items()
+            if all(_may_be(value, pins.get(name)) for name, value in candidate)
+        }
+        decisive = [
+            reason
+            for candidate, reason in close.items()
+            if all(name in pins for name, _ in candidate)
+        ]
+        return list(dict.fromkeys(decisive or close.values() or self.excluded.values()))
+
     def exclusions(self) -> list[dict[str, Any]]:
         """The exclusions as plain data."""
         return [
             {"candidate": dict(candidate), "reason": reason}
             for candidate, reason in self.excluded.items()
         ]
+
+
+def _may_be(excluded: Any, pinned: Sequence[Any] | None) -> bool:
+    """Whether a pinned value is among the excluded ones: a value, several, or ">16"."""
+    if pinned is None:
+        return True
+    if isinstance(excluded, str) and excluded.startswith(">"):
+        return any(value > int(excluded[1:]) for value in pinned)
+    several = excluded if isinstance(excluded, tuple | list) else (excluded,)
+    return any(value in several for value in pinned)
 
 
 def divisors(number: int) -> list[int]:

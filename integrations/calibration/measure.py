@@ -5,6 +5,8 @@ node their NICs. A link's two numbers come from a small and a large all-reduce o
 
     small:  2 (n - 1) hops                 -> seconds of a hop
     large:  2 (n - 1) / n * bytes moved    -> bytes per second of one rank
+
+Each time is the median of several, and the mean of these over all ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -25,18 +28,16 @@ CPU_SIZES = {"matrix": 384, "repeats": 20, "copy": 32 * 2**20, "small": 4096, "l
 GPU_SIZES = {"matrix": 8192, "repeats": 20, "copy": 2**30, "small": 4096, "large": 256 * 2**20}
 ARCHITECTURES = {(7, 0): "volta", (7, 5): "turing", (8, 0): "ampere", (8, 6): "ampere"}
 ARCHITECTURES.update({(8, 9): "ada", (9, 0): "hopper", (10, 0): "blackwell"})
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALONE = (1e-5, 1e10)  # hop and bandwidth of a rank without others: used by nothing
 
 
 def measured_cpus(world: int, per_node: int) -> Topology:
     """The CPUs of a job, from what one process gets while all of them run."""
     dist.barrier()
-    flops = _matmul_flops(torch.float32, "cpu", CPU_SIZES)
-    copy = _copy_bytes_per_s("cpu", CPU_SIZES)
+    rates, copy = _device_rates("cpu", CPU_SIZES)
     latency, bandwidth = _all_reduce(None, world, "cpu", CPU_SIZES)
-    flops, copy, latency, bandwidth = _means((flops, copy, latency, bandwidth), "cpu")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
-    rates = {"fp32": flops, "bf16": flops, "fp16": flops}
     device = Device("CPU", "cpu", 1, memory, copy, rates, rates, "measured by all ranks at once")
     levels = [Level("node", per_node, bandwidth, latency)]
     if world > per_node:
@@ -49,19 +50,14 @@ def measured_gpus(world: int, per_node: int) -> Topology:
     """The GPUs of a job: matmul and copy rates, links within and between nodes."""
     device = f"cuda:{torch.cuda.current_device()}"
     dist.barrier()
-    rates = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    found = [_matmul_flops(dtype, device, GPU_SIZES) for dtype in rates.values()]
-    found.append(_copy_bytes_per_s(device, GPU_SIZES))
-    found += _all_reduce(_groups(world, per_node, across=False), per_node, device, GPU_SIZES)
+    matmul, copy = _device_rates(device, GPU_SIZES)
+    group = _groups(world, per_node, across=False)
+    hop, bandwidth = _all_reduce(group, per_node, device, GPU_SIZES)
+    levels = [Level("node", per_node, bandwidth, hop)]
     nodes = world // per_node
     if nodes > 1:
-        found += _all_reduce(_groups(world, per_node, across=True), nodes, device, GPU_SIZES)
-    means = _means(tuple(found), device)
-    matmul = dict(zip(rates, means, strict=False))
-    copy, hop, bandwidth = means[3:6]
-    levels = [Level("node", per_node, bandwidth, hop)]
-    if nodes > 1:
-        hop, bandwidth = means[6:8]
+        group = _groups(world, per_node, across=True)
+        hop, bandwidth = _all_reduce(group, nodes, device, GPU_SIZES)
         levels.append(Level("cluster", world, bandwidth, hop))
     measured = _gpu(matmul, copy)
     name = f"{nodes}x{per_node}x{measured.name} (measured)"
@@ -120,17 +116,19 @@ def _groups(world: int, per_node: int, across: bool) -> dist.ProcessGroup | None
     return own
 
 
-def _matmul_flops(dtype: torch.dtype, device: str, sizes: dict[str, int]) -> float:
+def _device_rates(device: str, sizes: dict[str, int]) -> tuple[dict[str, float], float]:
+    """(FLOP/s by precision, bytes per second of a copy), with all ranks at work."""
     n = sizes["matrix"]
-    left = torch.randn(n, n, device=device).to(dtype)
-    right = torch.randn(n, n, device=device).to(dtype)
-    return 2.0 * n**3 / _seconds(lambda: left @ right, device, sizes["repeats"])
-
-
-def _copy_bytes_per_s(device: str, sizes: dict[str, int]) -> float:
     source = torch.ones(sizes["copy"] // 4, device=device)
     target = torch.empty_like(source)
-    return 2.0 * sizes["copy"] / _seconds(lambda: target.copy_(source), device, 4)
+    times = [_seconds(lambda: target.copy_(source), device, 5)]
+    for dtype in DTYPES.values():
+        left = torch.randn(n, n, device=device).to(dtype)
+        right = torch.randn(n, n, device=device).to(dtype)
+        times.append(_seconds(lambda a=left, b=right: a @ b, device, sizes["repeats"]))
+    copy_s, *matmul_s = _means(times, device)
+    rates = {name: 2.0 * n**3 / took for name, took in zip(DTYPES, matmul_s, strict=True)}
+    return rates, 2.0 * sizes["copy"] / copy_s
 
 
 def _all_reduce(
@@ -142,20 +140,23 @@ def _all_reduce(
     times = []
     for size in (sizes["small"], sizes["large"]):
         buffer = torch.ones(size // 4, device=device)
-        times.append(_seconds(lambda b=buffer: dist.all_reduce(b, group=group), device, 5))
+        times.append(_seconds(lambda b=buffer: dist.all_reduce(b, group=group), device, 7))
+    small, large = _means(times, device)
+    # On a busy machine the small one may take as long as the large: half of that moved bytes.
     moved = 2.0 * (ranks - 1) / ranks * sizes["large"]
-    return times[0] / (2 * (ranks - 1)), moved / max(times[1] - times[0], 1e-6)
+    return small / (2 * (ranks - 1)), moved / max(large - small, large / 2)
 
 
 def _seconds(work: Callable[[], object], device: str, repeats: int) -> float:
-    """Mean seconds of `work` after one warm-up."""
-    work()
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
+    """Median seconds of `work` after one warm-up."""
+    times = []
+    for _ in range(1 + repeats):
+        _wait(device)
+        start = time.perf_counter()
         work()
-    _wait(device)
-    return (time.perf_counter() - start) / repeats
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
 
 
 def _wait(device: str) -> None:
@@ -163,7 +164,7 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _means(values: tuple[float, ...], device: str) -> list[float]:
+def _means(values: list[float], device: str) -> list[float]:
     """Means over all ranks."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -293,3 +294,71 @@ def test_proof_prints_json_only() -> None:
         check=True,
     )
     assert json.loads(done.stdout)["plan"]["report"]["proof"]["status"] == "optimal"
+
+
+JOB_70B = (
+    "--model llama-3-70b --cluster 8x8xH100-SXM-80GB --seq-length 8192 --global-batch-size 1024"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ("--tp 8 --pp 4 --dp 2 --zero-stage 1 --vpp 5", ["interleaved"]),
+        ("--tp 4 --pp 2 --dp 8 --zero-stage 3", ["ZeRO stages 0 and 1 only"]),
+        ("--tp 4 --pp 2 --dp 8 --zero-stage 0", ["16-bit gradient norm"]),
+    ],
+)
+def test_estimate_names_only_what_excludes_the_setting(
+    options: str, reasons: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["estimate", *JOB_70B, *options.split(), "--micro-batch-size", "1", "--json"]
+    assert main(command) == 0
+    excluded = json.loads(capsys.readouterr().out)["excluded"]
+    assert len(excluded) == len(reasons)
+    assert all(reason in text for reason, text in zip(reasons, excluded, strict=True))
+
+
+@pytest.mark.parametrize(("tp", "fits"), [("8", True), ("1", False)])
+def test_estimate_says_whether_the_setting_fits(
+    tp: str, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    degrees = ["--tp", tp, "--pp", "1", "--dp", str(64 // int(tp)), "--zero-stage", "1"]
+    more = ["--micro-batch-size", "1", "--sequence-parallel", "--activation-checkpointing", "full"]
+    assert main(["estimate", *JOB_70B, *degrees, *more, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fits"] is fits is (min(answer["margin_bytes"]) >= 0)
+    assert answer["capacity_bytes"] - answer["peak_bytes"][0] == answer["margin_bytes"][0]
+    assert main(["estimate", *JOB_70B, *degrees, *more]) == 0
+    assert ("Does not fit" in capsys.readouterr().out) is not fits
+
+
+def test_the_accumulation_that_was_priced_is_the_one_that_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", *JOB_70B, "--gradient-accumulation-steps", "4", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["plan"]["deepspeed"]
+    assert settings["gradient_accumulation_steps"] == 4
+    assert settings["train_micro_batch_size_per_gpu"] * 4 * 64 == settings["train_batch_size"]
+    command = ["plan", *JOB_70B, "--gradient-accumulation-steps", "4", "--backend", "megatron"]
+    assert main(command) == 2
+    assert "Leave it out" in capsys.readouterr().err
+
+
+def test_what_is_nearest_to_fitting_lacks_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    job = [*JOB_70B[:2], "--cluster", "1x1xH100-SXM-80GB", *JOB_70B[4:6]]
+    assert main(["plan", *job, "--global-batch-size", "16"]) == 1
+    found = re.search(r": ([0-9.]+) GB per device too many", capsys.readouterr().err)
+    # 70.6 billion parameters: 16 bytes of states each, or what is left of them.
+    assert found is not None and float(found.group(1)) > 900
+
+
+def test_a_range_is_shown_with_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *JOB_70B, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    low, high = plan["report"]["range_s"]
+    assert low < plan["step_s"] < high
+    assert main(["plan", *JOB_70B, "--backend", "megatron"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"Step [0-9.]+ s \([0-9.]+ s to [0-9.]+ s\)", shown)
+    assert "export PLAN.json --to megatron" in shown and "DeepSpeed settings" not in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ def planned(backend: str = "megatron", **pins: Any) -> Plan:
 def arguments(plan: Plan) -> dict[str, str]:
     """Megatron-LM's arguments by name."""
     lines = export(plan, "megatron", "plan.json").files["megatron.args"].splitlines()
-    return {name: value for name, _, value in (line.partition(" ") for line in lines)}
+    words = [shlex.split(line) for line in lines]
+    assert all(len(word) <= 2 for word in words)
+    return {word[0]: " ".join(word[1:]) for word in words}
 
 
 def with_stages(plan: Plan, stages: list[int]) -> Plan:

@@ -16,7 +16,7 @@ from tests.cost.samples import DEGREES, LLAMA, WORKLOAD, price
 
 def test_json_has_one_entry_a_stage_and_adds_up() -> None:
     priced = price()
-    data = estimate_json(priced, WORKLOAD, 16)
+    data = estimate_json(priced, WORKLOAD, 16, 80e9)
     assert len(data["peak_bytes"]) == len(data["memory"]) == 2
     assert data["peak_bytes"] == [sum(stage.values()) for stage in data["memory"]]
     assert set(data["memory"][0]) == set(
