@@ -47,6 +47,17 @@ def run(args: argparse.Namespace) -> int:
         for name, bounds in zip(("before", "after"), found["stages"], strict=True):
             print(f"stages {name}: {' '.join(f'{first}-{end - 1}' for first, end in bounds)}")
     if found["layers"]:
-        indices = ", ".join(str(item["index"]) for item in found["layers"])
+        indices = _spans([item["index"] for item in found["layers"]])
         print(f"{len(found['layers'])} layers run differently: {indices}")
     return 0
+
+
+def _spans(indices: list[int]) -> str:
+    """Ascending numbers as spans: 0-3, 7."""
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and index == spans[-1][-1] + 1:
+            spans[-1].append(index)
+        else:
+            spans.append([index])
+    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)

@@ -15,18 +15,53 @@ EPILOG = """example:
       --sequence-parallel --activation-checkpointing selective"""
 
 
+AXES = {
+    "tp": "tensor-parallel",
+    "pp": "pipeline-parallel",
+    "dp": "data-parallel",
+    "cp": "context-parallel degree",
+    "ep": "expert-parallel degree",
+    "vpp": "interleaved chunks of a stage",
+}
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.epilog = EPILOG
     add_job(parser)
     for name in ("tp", "pp", "dp"):
-        parser.add_argument(f"--{name}", type=positive, required=True, metavar="N")
+        parser.add_argument(
+            f"--{name}", type=positive, required=True, metavar="N", help=f"{AXES[name]} degree"
+        )
     for name in ("cp", "ep", "vpp"):
-        parser.add_argument(f"--{name}", type=positive, default=1, metavar="N")
-    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), required=True)
-    parser.add_argument("--micro-batch-size", type=positive, required=True, metavar="N")
-    parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--activation-checkpointing", choices=CHECKPOINTING, default="none")
+        parser.add_argument(
+            f"--{name}", type=positive, default=1, metavar="N", help=f"{AXES[name]} (1)"
+        )
+    parser.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=(0, 1, 2, 3),
+        required=True,
+        help="what data parallelism shards (megatron: 1 is the distributed optimizer)",
+    )
+    parser.add_argument(
+        "--micro-batch-size",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="samples of one micro-batch of a model replica",
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="shard activations between tensor-parallel regions",
+    )
+    parser.add_argument(
+        "--activation-checkpointing",
+        choices=CHECKPOINTING,
+        default="none",
+        help="what every layer recomputes (default: none)",
+    )
     add_json(parser)
 
 

@@ -29,11 +29,28 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         help="NODESxGPUSxNAME, as 4x8xH100-SXM-80GB (optionally ,nic=400Gb), a cluster JSON, or "
         "detect: this machine",
     )
-    parser.add_argument("--seq-length", type=positive, required=True, metavar="S")
-    parser.add_argument("--global-batch-size", type=positive, required=True, metavar="B")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--backend", choices=BACKENDS, default="deepspeed")
+    parser.add_argument(
+        "--seq-length", type=positive, required=True, metavar="S", help="tokens of a sequence"
+    )
+    parser.add_argument(
+        "--global-batch-size",
+        type=positive,
+        required=True,
+        metavar="B",
+        help="sequences of an optimizer step",
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="bf16", help="of training (default: bf16)"
+    )
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="its states (default: adamw)"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="deepspeed",
+        help="what runs the plan: this plugin on DeepSpeed (default), or Megatron by export",
+    )
     parser.add_argument(
         "--gradient-accumulation-steps",
         type=positive,

@@ -35,16 +35,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=V[,V..]",
         help="allowed values of a degree: tp, pp, dp, cp, ep, vpp, zero_stage, micro_batch_size, "
-        "sequence_parallel, activation_checkpointing (repeatable)",
+        "sequence_parallel, activation_checkpointing, attention, mlp, vocabulary, order "
+        "(repeatable)",
     )
     parser.add_argument("--no-pipeline", action="store_true", help="keep pp at 1")
     parser.add_argument("--no-tensor-parallel", action="store_true", help="keep tp at 1")
-    parser.add_argument("--memory-reserve-gb", type=float, metavar="GB")
-    parser.add_argument("--top", type=int, default=3, metavar="K", help="runners-up to report")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS")
-    parser.add_argument("--cost", choices=("topology", "volume"), default="topology")
-    parser.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b")
-    parser.add_argument("--ablation", choices=("inter", "intra"), default="")
+    parser.add_argument(
+        "--memory-reserve-gb", type=float, metavar="GB", help="memory of a device to leave free"
+    )
+    parser.add_argument("--top", type=int, default=3, metavar="K", help="runners-up to report (3)")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="of the search (default: none)"
+    )
+    parser.add_argument(
+        "--cost",
+        choices=("topology", "volume"),
+        default="topology",
+        help="price traffic by links (default), or by volume alone",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=("1f1b", "gpipe"),
+        default="1f1b",
+        help="pipeline schedule to price (default: 1f1b)",
+    )
+    parser.add_argument(
+        "--ablation",
+        choices=("inter", "intra"),
+        default="",
+        help="search pipeline stages only, or layers' sharding only (for comparison)",
+    )
     parser.add_argument("--prove", action="store_true", help="solve the winner's ILP with HiGHS")
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan")
     add_json(parser)
