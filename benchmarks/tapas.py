@@ -25,7 +25,7 @@ from benchmarks.common import arguments, show
 from ds_autoplan.cluster import parse_cluster
 from ds_autoplan.cost.model import AnalyticCostModel
 from ds_autoplan.model import bundled_models, load_graph
-from ds_autoplan.search.ilp import quiet
+from ds_autoplan.search.ilp import run_highs
 from ds_autoplan.search.mix import Mixer, Room
 from ds_autoplan.search.patterns import PATTERNS, BlockPatterns, choices, fold
 from ds_autoplan.strategy import Degrees
@@ -78,10 +78,8 @@ def folded(case: Case) -> float | None:
 
 def _optimum(model: Any, scale: float) -> float | None:
     solver = pulp.HiGHS(msg=False, gapRel=1e-9, threads=1, timeLimit=TIME_LIMIT_S)
-    with quiet():
-        model.solve(solver)
-    status = str(model.solverModel.modelStatusToString(model.solverModel.getModelStatus()))
-    return float(pulp.value(model.objective)) * scale if status == "Optimal" else None
+    status = run_highs(model, solver)
+    return float(pulp.value(model.objective)) * scale if status == "optimal" else None
 
 
 def unfolded(case: Case) -> float | None:

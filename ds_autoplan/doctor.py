@@ -131,7 +131,7 @@ def solver() -> Iterator[Finding]:
     """Whether HiGHS solves through PuLP: the smallest integer program with a known answer."""
     import pulp
 
-    from ds_autoplan.search.ilp import quiet
+    from ds_autoplan.search.ilp import run_highs
 
     problem = pulp.LpProblem("doctor", pulp.LpMaximize)
     x, y = (problem.add_variable(name, 0, 10, "Integer") for name in "xy")
@@ -139,8 +139,7 @@ def solver() -> Iterator[Finding]:
     problem += 2 * x + y <= 7
     problem += x + 3 * y <= 9
     try:
-        with quiet(os.devnull):
-            problem.solve(pulp.HiGHS(msg=False))
+        run_highs(problem, pulp.HiGHS(msg=False, threads=1), os.devnull)
     except Exception as error:  # whatever the solver's binding raises
         yield Finding("solver", PROBLEM, f"HiGHS does not run: {error}", "pip install highspy")
         return

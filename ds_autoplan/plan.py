@@ -121,18 +121,17 @@ class Plan:
 
         `train_micro_batch_size_per_gpu` * `gradient_accumulation_steps` * world size is the global
         batch size; accumulation 1 runs one full pipeline pass a step, and is what they say unless
-        the plan was made for more.
+        the plan was made for more. The micro-batch size is None where the global batch is no whole
+        number of samples for each rank and call: no such script exists.
         """
         inputs = self.report.get("inputs")
         workload = inputs.get("workload", {}) if isinstance(inputs, dict) else {}
         calls = int(workload.get("gradient_accumulation_steps") or 1)
-        world = self.degrees.world_size
-        per_rank, rest = divmod(self.global_batch_size, world * calls)
-        micro = per_rank if rest == 0 and per_rank > 0 else 1
+        per_rank, rest = divmod(self.global_batch_size, self.degrees.world_size * calls)
         return {
             "train_batch_size": self.global_batch_size,
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": max(1, self.global_batch_size // (micro * world)),
+            "train_micro_batch_size_per_gpu": None if rest else per_rank,
+            "gradient_accumulation_steps": calls,
             "zero_optimization": {"stage": self.degrees.zero_stage},
         }
 

@@ -68,9 +68,21 @@ def plan_text(plan: Plan) -> str:
 def _settings(plan: Plan) -> str:
     if plan.backend != "deepspeed":
         return f"Run it with Megatron: ds-autoplan export PLAN.json --to {plan.backend}"
+    settings = plan.deepspeed()
+    if settings["train_micro_batch_size_per_gpu"] is None:
+        return f"DeepSpeed settings: none; {batch_text(plan)}"
     return "DeepSpeed settings: " + ", ".join(
         f"{key} {value['stage'] if isinstance(value, dict) else value}"
-        for key, value in plan.deepspeed().items()
+        for key, value in settings.items()
+    )
+
+
+def batch_text(plan: Plan) -> str:
+    """Why no script under data parallelism has the plan's batch."""
+    calls = plan.deepspeed()["gradient_accumulation_steps"]
+    return (
+        f"{plan.global_batch_size} samples a step, in {calls} engine call{'s' * (calls > 1)}, are "
+        f"no whole number for each of {plan.degrees.world_size} ranks"
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+from ds_autoplan.cli.table import batch_text
 from ds_autoplan.errors import UnsupportedError
 from ds_autoplan.export import Export
 from ds_autoplan.export.layout import require_no
 from ds_autoplan.plan import Plan
 
 JSON_NAME = "ds_config.json"
+PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 def to_deepspeed(plan: Plan, plan_path: str) -> Export:
@@ -39,7 +41,7 @@ def to_accelerate(plan: Plan, plan_path: str) -> Export:
         "num_machines": nodes,
         "num_processes": plan.degrees.world_size,
         "machine_rank": 0,
-        "use_cpu": False,
+        "use_cpu": _on_cpus(plan),
     }
     lines = [f"{key}: {json.dumps(value)}" for key, value in settings.items()]
     lines += ["deepspeed_config:", f"  deepspeed_config_file: {JSON_NAME}"]
@@ -70,10 +72,30 @@ def _config(plan: Plan, plan_path: str) -> str:
             "Make it again with --backend deepspeed, or export it to megatron.",
         )
     require_no(plan, "This plugin", cp=1, ep=1, vpp=1)
-    config = {**plan.deepspeed(), "autoplan": {"plan": plan_path}}
+    if plan.precision not in PRECISIONS:
+        raise UnsupportedError(
+            f"The plan trains in {plan.precision}.",
+            f"This plugin trains in {', '.join(PRECISIONS)}.",
+            "Make the plan with --precision bf16.",
+        )
+    batch = plan.deepspeed()
+    if batch["train_micro_batch_size_per_gpu"] is None:
+        raise UnsupportedError(
+            f"No DeepSpeed JSON has the plan's batch: {batch_text(plan)}.",
+            "A DeepSpeed JSON states the batch of one rank, as data parallelism has it.",
+            f"Plan for a multiple of {plan.degrees.world_size} samples.",
+        )
+    config = {**batch, "autoplan": {"plan": plan_path}}
     if plan.precision in ("bf16", "fp16"):
         config[plan.precision] = {"enabled": True}
     return json.dumps(config, indent=2) + "\n"
+
+
+def _on_cpus(plan: Plan) -> bool:
+    """Whether the plan is for processors: their cluster's architecture says so."""
+    inputs = plan.report.get("inputs") or {}
+    device = (inputs.get("topology") or {}).get("device") or {}
+    return device.get("architecture") == "cpu"
 
 
 def _nodes(plan: Plan) -> int:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from ds_autoplan.errors import UnsupportedError
 from ds_autoplan.export import Export
-from ds_autoplan.export.layout import checkpointing, chunks, is_even, require_sharded_layers
-from ds_autoplan.inputs import recall
-from ds_autoplan.plan import Plan
+from ds_autoplan.export.layout import (
+    checkpointing,
+    chunks,
+    graph_of,
+    is_even,
+    require_1f1b,
+    require_language_model,
+    require_one_sequence_parallel,
+    require_sharded_layers,
+)
+from ds_autoplan.plan import LayerPlan, Plan
 
 ORDERS = {"tp-cp-ep-dp-pp": [], "tp-cp-ep-pp-dp": ["--use-tp-pp-dp-mapping"]}
 PRECISION = {
@@ -24,8 +32,21 @@ def to_megatron(plan: Plan, plan_path: str) -> Export:
     Raises:
         UnsupportedError: Megatron-LM has no words for a part of the plan.
     """
-    require_sharded_layers(plan, "Megatron-LM")
+    for require in (
+        require_language_model,
+        require_sharded_layers,
+        require_1f1b,
+        require_one_sequence_parallel,
+    ):
+        require(plan, "Megatron-LM")
     d = plan.degrees
+    sequence_parallel = d.tp > 1 and plan.layers[0].strategy.sequence_parallel
+    if _has_experts(plan) and d.tp > 1 and not sequence_parallel:
+        raise UnsupportedError(
+            f"The plan has a mixture of experts and tp={d.tp} without sequence parallelism.",
+            "Megatron-core trains mixtures under tp with sequence parallelism only.",
+            "Make the plan with --pin sequence_parallel=true, or tp=1.",
+        )
     if d.order not in ORDERS:
         raise UnsupportedError(
             f"The plan puts the ranks in the order {d.order}.",
@@ -47,7 +68,7 @@ def to_megatron(plan: Plan, plan_path: str) -> Export:
         lines.append(f"--expert-model-parallel-size {d.ep}")
     if _has_experts(plan):
         lines += ["--moe-grouped-gemm", "--moe-token-dispatcher-type alltoall"]
-    if d.tp > 1 and plan.layers[0].strategy.sequence_parallel:
+    if sequence_parallel:
         lines.append("--sequence-parallel")
     lines += [*_sharding(plan), *_stages(plan), *_checkpointing(plan)]
     notes = [
@@ -70,11 +91,10 @@ def to_megatron(plan: Plan, plan_path: str) -> Export:
 
 def _has_experts(plan: Plan) -> bool:
     """Whether the model has mixture layers; plans made by hand do not say, and ep tells."""
-    if not isinstance(plan.report.get("inputs"), dict):
+    graph = graph_of(plan)
+    if graph is None:
         return plan.degrees.ep > 1
-    return any(
-        block.mlp is not None and block.mlp.num_experts > 0 for block in recall(plan).graph.classes
-    )
+    return any(block.mlp is not None and block.mlp.num_experts > 0 for block in graph.classes)
 
 
 def _precision(plan: Plan) -> list[str]:
@@ -123,19 +143,36 @@ def _checkpointing(plan: Plan) -> list[str]:
             "--recompute-method uniform",
             "--recompute-num-layers 1",
         ]
-    counts = {
-        sum(layer.strategy.activation_checkpointing == "full" for layer in chunk)
+    full = [
+        [layer.strategy.activation_checkpointing == "full" for layer in chunk]
         for chunk in chunks(plan)
-    }
-    if kinds != {"none", "full"} or len(counts) > 1:
+    ]
+    most = max(sum(chunk) for chunk in full)
+    if kinds != {"none", "full"} or any(sum(c) != min(most, len(c)) for c in full):
         each = ", ".join(f"{kind} in some layers" for kind in sorted(kinds))
+        least = min(sum(chunk) for chunk in full)
         raise UnsupportedError(
-            f"The plan checkpoints {each}, in full {min(counts)} to {max(counts)} layers a stage.",
+            f"The plan checkpoints {each}, in full {least} to {most} layers a stage.",
             "Megatron-LM checkpoints the same number of layers in each stage.",
+            "Make the plan with --pin activation_checkpointing=none, selective or full.",
+        )
+    firsts = all(all(chunk[:most]) for chunk in full)
+    if not firsts and not _all_alike(plan, chunks(plan)):
+        raise UnsupportedError(
+            "The plan checkpoints chosen layers, and the model's layers differ.",
+            "Megatron-LM checkpoints the first layers of each stage.",
             "Make the plan with --pin activation_checkpointing=none, selective or full.",
         )
     return [
         "--recompute-granularity full",
         "--recompute-method block",
-        f"--recompute-num-layers {counts.pop()}",
+        f"--recompute-num-layers {most}",
     ]
+
+
+def _all_alike(plan: Plan, cut: list[list[LayerPlan]]) -> bool:
+    """Whether the layers of each chunk are of one class, so that it is equal which are chosen."""
+    graph = graph_of(plan)
+    return graph is None or all(
+        len({graph.layers[layer.index] for layer in chunk}) <= 1 for chunk in cut
+    )

@@ -6,8 +6,16 @@ import json
 
 from ds_autoplan.errors import UnsupportedError
 from ds_autoplan.export import Export
-from ds_autoplan.export.layout import checkpointing, chunks, require_sharded_layers
+from ds_autoplan.export.layout import (
+    checkpointing,
+    chunks,
+    require_1f1b,
+    require_language_model,
+    require_one_sequence_parallel,
+    require_sharded_layers,
+)
 from ds_autoplan.plan import Plan
+from ds_autoplan.strategy import DEFAULT_ORDER
 
 PRECISION = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
 
@@ -18,7 +26,13 @@ def to_torchtitan(plan: Plan, plan_path: str) -> Export:
     Raises:
         UnsupportedError: torchtitan has no words for a part of the plan.
     """
-    require_sharded_layers(plan, "torchtitan")
+    for require in (
+        require_language_model,
+        require_sharded_layers,
+        require_1f1b,
+        require_one_sequence_parallel,
+    ):
+        require(plan, "torchtitan")
     d = plan.degrees
     kinds = checkpointing(plan)
     if len(kinds) > 1:
@@ -32,6 +46,12 @@ def to_torchtitan(plan: Plan, plan_path: str) -> Export:
             f"The plan trains in {plan.precision}.",
             f"torchtitan trains in {', '.join(PRECISION)}.",
         )
+    if d.ep > 1 and d.zero_stage == 0:
+        raise UnsupportedError(
+            f"The plan has ep={d.ep} and ZeRO 0.",
+            "torchtitan places experts on the ranks that it shards parameters over.",
+            "Make the plan with --pin zero_stage=1.",
+        )
     shards = d.dp if d.zero_stage else 1
     parallelism: dict[str, object] = {
         "data_parallel_replicate_degree": d.dp // shards,
@@ -42,6 +62,8 @@ def to_torchtitan(plan: Plan, plan_path: str) -> Export:
         "context_parallel_degree": d.cp,
         "expert_parallel_degree": d.ep,
     }
+    if d.ep > 1:
+        parallelism["expert_tensor_parallel_degree"] = d.tp
     if d.pp > 1:
         parallelism["pipeline_parallel_schedule"] = "Interleaved1F1B" if d.vpp > 1 else "1F1B"
         parallelism["pipeline_parallel_microbatch_size"] = d.micro_batch_size
@@ -84,6 +106,16 @@ def _notes(plan: Plan, kind: str) -> list[str]:
         notes.append(
             f"torchtitan has no ZeRO {d.zero_stage}: FSDP without resharding keeps parameters "
             "whole and shards gradients and optimizer, the same traffic."
+        )
+    if d.order != DEFAULT_ORDER:
+        notes.append(
+            f"The plan puts the ranks in the order {d.order}; torchtitan's mesh has pp outermost, "
+            f"as {DEFAULT_ORDER}. --pin order={DEFAULT_ORDER} plans for that."
+        )
+    if d.pp > 1:
+        notes.append(
+            "Names in module_fqns_per_model_part are those of torchtitan's Llama; other models' "
+            "may differ."
         )
     if d.tp > 1 and not plan.layers[0].strategy.sequence_parallel:
         notes.append("The plan has no sequence parallelism; torchtitan's tensor parallelism does.")

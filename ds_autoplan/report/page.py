@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ds_autoplan.cli.table import degrees_text, range_text, search_text, seconds
+from ds_autoplan.cli.table import batch_text, degrees_text, range_text, search_text, seconds
 from ds_autoplan.cost.model import MEMORY_KEYS
 from ds_autoplan.explain import layer_groups
 from ds_autoplan.plan import Plan
@@ -61,6 +61,7 @@ def context(plan: Plan, measured: list[dict[str, Any]]) -> dict[str, Any]:
         "levels": _levels(plan),
         "measured": [_measured(row) for row in measured],
         "settings": plan.deepspeed(),
+        "batch": batch_text(plan),
         "solver": _solver(plan),
     }
 

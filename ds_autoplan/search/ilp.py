@@ -309,6 +309,25 @@ def quiet(target: str = "") -> Iterator[None]:
         os.close(kept)
 
 
+def run_highs(model: Any, solver: Any, target: str = "") -> str:
+    """Let `solver` (pulp.HiGHS) solve `model`; HiGHS's own word for how that ended.
+
+    HiGHS keeps one pool of threads a process, and refuses another number of them than its first
+    user in the process had; then the pool is made anew.
+    """
+    with quiet(target):
+        model.solve(solver)
+        if _status(model) == "not set":
+            model.solverModel.resetGlobalScheduler(True)
+            model.solve(solver)
+    return _status(model)
+
+
+def _status(model: Any) -> str:
+    highs = model.solverModel
+    return str(highs.modelStatusToString(highs.getModelStatus())).lower()
+
+
 def _run(
     model: Any, problem: Problem, scale: _Scale, read: Any, time_limit_s: float | None
 ) -> Answer:
@@ -322,10 +341,8 @@ def _run(
         mip_feasibility_tolerance=_TOLERANCE,
         primal_feasibility_tolerance=_TOLERANCE,
     )
-    with quiet():
-        model.solve(solver)
+    status = run_highs(model, solver)
     highs = model.solverModel
-    status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
     info = highs.getInfo()
     # PuLP keeps the objective's constant to itself
     bound = (float(info.mip_dual_bound) + model.objective.constant) * scale.time

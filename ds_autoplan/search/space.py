@@ -343,7 +343,7 @@ def _micro_batch_sizes(
 
 
 def _sequence_parallel(
-    space: Space, tp: int, workload: Workload, options: PlanOptions
+    space: Space, graph: BlockGraph, tp: int, workload: Workload, options: PlanOptions
 ) -> list[bool]:
     values = [value for value in (False, True) if options.allows("sequence_parallel", value)]
     if tp == 1:
@@ -356,17 +356,29 @@ def _sequence_parallel(
             tp=tp,
             sequence_parallel=True,
         )
-        return [value for value in values if not value]
+        values = [value for value in values if not value]
+    mixture = any(block.mlp is not None and block.mlp.num_experts for block in graph.classes)
+    if mixture and workload.backend == "megatron" and False in values:
+        space.exclude(
+            "Megatron-core trains mixtures of experts under tp with sequence parallelism only",
+            tp=tp,
+            sequence_parallel=False,
+        )
+        values = [value for value in values if value]
     return values
 
 
 def _expert_degrees(
-    space: Space, graph: BlockGraph, dp: int, workload: Workload, options: PlanOptions
+    space: Space, graph: BlockGraph, dp: int, cp: int, workload: Workload, options: PlanOptions
 ) -> list[int]:
+    ranks = dp * cp  # experts live inside dp and cp
     experts = [block.mlp.num_experts for block in graph.classes if block.mlp]
     most = min([count for count in experts if count] or [1])
     degrees = []
-    for ep in divisors(dp):
+    for ep in options.pins.get("ep", ()):
+        if ranks % ep:
+            space.exclude(f"ep={ep} does not divide dp * cp = {ranks}", dp=dp, cp=cp, ep=ep)
+    for ep in divisors(ranks):
         if not options.allows("ep", ep):
             continue
         if ep > 1 and (most == 1 or most % ep):
@@ -453,9 +465,9 @@ def _with_degrees(
     if "vocabulary" in options.pins and tp > 1 and graph.vocab_size:
         vocabularies = list(options.pins["vocabulary"])
     sizes = _micro_batch_sizes(space, dp, workload, options)
-    sequence = _sequence_parallel(space, tp, workload, options)
+    sequence = _sequence_parallel(space, graph, tp, workload, options)
     for zero_stage in _zero_stages(space, tp, pp, dp, workload, options):
-        for ep in _expert_degrees(space, graph, dp * cp, workload, options):
+        for ep in _expert_degrees(space, graph, dp, cp, workload, options):
             for size in sizes:
                 count = workload.global_batch_size // (dp * size)
                 for vpp in _interleavings(space, graph, pp, count, options, workload.backend):

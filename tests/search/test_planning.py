@@ -411,3 +411,17 @@ def test_the_package_has_plan_as_a_function() -> None:
     found = ds_autoplan.plan("llama-2-7b", CLUSTER, SEVEN)
     assert isinstance(found, ds_autoplan.Plan)
     assert found.fingerprint == plan("llama-2-7b", CLUSTER, SEVEN).fingerprint
+
+
+def test_highs_proves_where_someone_used_it_with_other_threads() -> None:
+    """HiGHS has one pool of threads a process; the first user's number binds the others."""
+    import pulp
+
+    problem = pulp.LpProblem("other", pulp.LpMaximize)
+    amount = problem.add_variable("amount", 0, 3, "Integer")
+    problem += amount
+    problem += 2 * amount <= 5
+    problem.solve(pulp.HiGHS(msg=False, threads=2))
+    job = ("llama-2-7b", "1x8xA100-SXM-80GB", Workload(2048, 64))
+    proof = plan(*job, PlanOptions(prove=True)).report["proof"]
+    assert proof["status"] == "optimal" and proof["agrees"]
