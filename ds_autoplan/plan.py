@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from ds_autoplan.errors import BadInputError
-from ds_autoplan.reading import check_types, number, read_object
+from ds_autoplan.plan_check import check_plan
+from ds_autoplan.reading import read_object, write_whole
 from ds_autoplan.strategy import Degrees, Strategy
 
 SCHEMA_VERSION = 1
@@ -200,10 +202,7 @@ class Plan:
                 alternatives=tuple(data.get("alternatives", ())),
                 excluded=tuple(data.get("excluded", ())),
             )
-            check_types(plan, "The plan")
-            number(plan.step_s, "The plan's step_s", zero=True)  # made by hand: not priced
-            for item in plan.excluded:
-                dict(item["candidate"]), str(item["reason"])
+            check_plan(plan)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadInputError(
                 f"The plan cannot be read: {error}.",
@@ -227,7 +226,7 @@ class Plan:
         Raises:
             BadInputError: the file is missing, not JSON, or not a plan.
         """
-        if not Path(path).exists():
+        if not os.path.exists(path):  # unlike Path's, false for what no path can be
             raise BadInputError(
                 f"The plan file {str(path)!r} does not exist.",
                 "",
@@ -237,10 +236,14 @@ class Plan:
         return cls.from_json(data)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, the same bytes for the same plan (no seconds of search)."""
+        """Write the plan as JSON, the same bytes for the same plan (no seconds of search).
+
+        Raises:
+            OSError, ValueError: it cannot be written; what was there is as it was.
+        """
         lasting = replace(self, solver=replace(self.solver, seconds=None))
         text = json.dumps(lasting.to_json(), indent=1, sort_keys=True)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_whole(path, text + "\n")
 
     def with_degrees(self, **changes: Any) -> Plan:
         """A copy with some degrees replaced (for tests and what-if tools; nothing is re-priced)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -11,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ds_autoplan.errors import BadInputError
 
+LARGEST = 1e300  # of a number of any kind; neither infinite nor nan is below it
 MOST = 10**9  # no size, batch or degree of a real job is larger; far larger ones never end
 
 
@@ -24,12 +26,30 @@ def read_text(path: str | Path, what: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise BadInputError(f"The {what} {str(path)!r} does not exist.") from error
-    except OSError as error:
-        raise BadInputError(
-            f"The {what} {str(path)!r} cannot be read: {error.strerror}."
-        ) from error
     except UnicodeDecodeError as error:
         raise BadInputError(f"The {what} {str(path)!r} is not UTF-8 text: {error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: what no path can be
+        reason = getattr(error, "strerror", None) or error
+        raise BadInputError(f"The {what} {str(path)!r} cannot be read: {reason}.") from error
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file whole, or leave what is there as it is.
+
+    Raises:
+        OSError, ValueError: it cannot be written.
+    """
+    target = Path(path)
+    data = text.encode()
+    if target.exists() and not target.is_file():  # /dev/stdout, a pipe
+        target.write_bytes(data)
+        return
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -120,7 +140,7 @@ def _conforms(value: object, hint: Any) -> bool:
     if hint in (int, float):
         whole = int if hint is int else (int, float)
         good = isinstance(value, whole) and not isinstance(value, bool)
-        return good and math.isfinite(value)  # type: ignore[arg-type]
+        return good and abs(value) < LARGEST  # type: ignore[arg-type]
     return isinstance(value, hint)
 
 

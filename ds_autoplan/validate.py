@@ -12,6 +12,7 @@ from typing import Any
 
 from ds_autoplan.cost.interface import StageEstimate
 from ds_autoplan.cost.model import AnalyticCostModel
+from ds_autoplan.cost.row_values import UNREADABLE
 from ds_autoplan.cost.rows import Row, read_row
 from ds_autoplan.errors import AutoplanError
 
@@ -58,7 +59,9 @@ def price_run(run: dict[str, Any]) -> dict[str, Any]:
         return {**result, **price(read_row(run))}
     except AutoplanError as error:
         result["reason"] = str(error)
-        return result
+    except UNREADABLE as error:  # one row may not hide the others
+        result["reason"] = f"The row cannot be priced: {type(error).__name__}: {error}."
+    return result
 
 
 def price(row: Row) -> dict[str, Any]:
@@ -195,14 +198,15 @@ def derived_groups(runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> li
     for run, row in zip(runs, rows, strict=True):
         if not row["supported"] or not row["measured_step_s"]:
             continue
-        hardware, model = run["hardware"], run["model"]
+        # A run of this plugin is priced by its plan and may lack some of these.
+        hardware, model = run.get("hardware") or {}, run.get("model") or {}
         key = (
             row["family"],
             sorted((name, str(value)) for name, value in model.items()),
-            hardware["gpu"],
+            hardware.get("gpu"),
             hardware.get("n_gpus"),
-            run["batch"]["global"],
-            run["precision"],
+            (run.get("batch") or {}).get("global"),
+            run.get("precision"),
         )
         found[str(key)].append({"id": row["id"], "iteration_s": row["measured_step_s"]})
     return [{"rows_fastest_first": entries} for entries in found.values() if len(entries) > 1]

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from ds_autoplan.cli.jobs import add_json, positive, write_text
+from ds_autoplan.cli.jobs import add_json, check_writable, positive, write_text
 
 EPILOG = """examples:
   ds-autoplan calibrate --out cluster.json
@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print or write the cluster."""
     from ds_autoplan.integrations.calibration.local import local_processes, measure
 
+    if args.out:
+        check_writable(args.out)
     processes = args.processes or local_processes()
     if sys.stderr.isatty():
         print(f"measuring with {processes} processes ...", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ds_autoplan.cli.jobs import add_json
+from ds_autoplan.cli.jobs import add_json, as_written
 from ds_autoplan.plan import Plan
 from ds_autoplan.search.options import parse_pins
 
@@ -30,7 +30,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the plan, or answer the question."""
-    plan = Plan.load(args.plan)
+    with as_written(args.plan):
+        return _show(Plan.load(args.plan), args)
+
+
+def _show(plan: Plan, args: argparse.Namespace) -> int:
     if args.why_not:
         from ds_autoplan.explain import why_not
 

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ds_autoplan.cli.jobs import add_json
+from ds_autoplan.cli.jobs import add_json, as_written, write_text
 from ds_autoplan.errors import BadInputError
 from ds_autoplan.export import TARGETS, export
 from ds_autoplan.plan import Plan
@@ -31,7 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the tool's files, or write them."""
     plan = Plan.load(args.plan)
-    found = export(plan, args.to, str(Path(args.plan).resolve()))
+    with as_written(args.plan):
+        found = export(plan, args.to, str(Path(args.plan).resolve()))
     if args.out:
         _write(Path(args.out), found.files)
     if args.json:
@@ -56,10 +57,9 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(
-            f"The folder {str(folder)!r} cannot be written: {error.strerror}.", "", ""
-        ) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInputError(f"The folder {str(folder)!r} cannot be made: {reason}.") from error
+    for name, text in files.items():
+        write_text(str(folder / name), text)
     print(f"Written to {folder}: {', '.join(files)}", file=sys.stderr)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_autoplan.errors import BadInputError
+from ds_autoplan.errors import AutoplanError, BadInputError
+from ds_autoplan.reading import write_whole
 from ds_autoplan.workload import BACKENDS, PRECISIONS, Workload
 
 if TYPE_CHECKING:
@@ -135,10 +140,47 @@ def terminal_progress() -> Progress | None:
     return show
 
 
+def check_writable(path: str) -> None:
+    """See that a file can be written there, before work that takes long.
+
+    Raises:
+        BadInputError: it cannot.
+    """
+    target = Path(path)
+    folder = target.parent
+    if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise BadInputError(
+            f"The file {path!r} cannot be written.", "Name a file in a folder that is there."
+        )
+
+
 def write_text(path: str, text: str) -> None:
-    """Write a file, as one readable error where that is not possible."""
+    """Write a file whole, or leave what is there as it is.
+
+    Raises:
+        BadInputError: it cannot be written.
+    """
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise BadInputError(f"The file {path!r} cannot be written: {error.strerror}.") from error
+        write_whole(path, text)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInputError(f"The file {path!r} cannot be written: {reason}.") from error
+
+
+@contextmanager
+def as_written(path: str) -> Iterator[None]:
+    """What a plan file says beside its decision is not checked when it is read; here it is used.
+
+    Raises:
+        BadInputError: it is not what `ds-autoplan plan` writes.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, AutoplanError):
+            raise
+        raise BadInputError(
+            f"What the plan file {path!r} reports cannot be used: {type(error).__name__}: {error}.",
+            "A plan file is what `ds-autoplan plan --out` wrote.",
+            "Make it again.",
+        ) from error

@@ -109,10 +109,9 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         try:
             made.save(args.out)
-        except OSError as error:
-            raise BadInputError(
-                f"The plan cannot be written to {args.out!r}: {error.strerror}."
-            ) from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise BadInputError(f"The plan cannot be written to {args.out!r}: {reason}.") from error
     if args.json:
         print(json.dumps(made.to_json()))
     else:

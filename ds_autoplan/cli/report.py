@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
-from ds_autoplan.cli.jobs import add_json, write_text
+from ds_autoplan.cli.jobs import add_json, as_written, write_text
+from ds_autoplan.errors import BadInputError
 from ds_autoplan.plan import Plan
 
 EPILOG = """examples:
@@ -31,13 +33,19 @@ def run(args: argparse.Namespace) -> int:
     from ds_autoplan.report import render
 
     plan = Plan.load(args.plan)
+    inputs = [name for name in (args.plan, args.runs) if name]
+    if any(Path(name).resolve() == Path(args.out).resolve() for name in inputs):
+        raise BadInputError(
+            f"The page would replace {args.out!r}, which is read.", "", "Name another --out."
+        )
     measured = []
     if args.runs:
         from ds_autoplan.runs import load_runs
         from ds_autoplan.validate import price_run
 
         measured = [price_run(item) for item in load_runs(args.runs)]
-    text = render(plan, measured)
+    with as_written(args.plan):
+        text = render(plan, measured)
     write_text(args.out, text)
     answer = {"out": args.out, "bytes": len(text.encode()), "fingerprint": plan.fingerprint}
     print(json.dumps(answer) if args.json else f"Written to {args.out}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_autoplan.cli.jobs import add_json
 from ds_autoplan.errors import BadInputError
-from ds_autoplan.reading import parse_json, read_text
+from ds_autoplan.reading import number, parse_json, read_text
 
 EPILOG = """example:
   ds-autoplan validate runs.jsonl --groups groups.json"""
@@ -49,9 +49,17 @@ def _groups(path: str) -> list[dict[str, Any]]:
 
 def _is_group(group: object) -> bool:
     entries = group.get("rows_fastest_first", []) if isinstance(group, dict) else None
-    return isinstance(entries, list) and all(
-        isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
-    )
+    return isinstance(entries, list) and all(_is_entry(entry) for entry in entries)
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("id"), str):
+        return False
+    seconds = entry.get("iteration_s")
+    if seconds is None or seconds == 0:  # taken from the run
+        return not isinstance(seconds, bool)
+    number(seconds, f"The iteration_s of {entry['id']!r} in the groups file")
+    return True
 
 
 def _show(answer: dict[str, Any]) -> None:

@@ -18,27 +18,24 @@ from typing import Any
 from ds_autoplan.cluster.presets import build_topology, device_facts
 from ds_autoplan.cluster.topology import Topology
 from ds_autoplan.cost import frameworks
-from ds_autoplan.cost.eager import PLAIN_ROW
 from ds_autoplan.cost.frameworks import Framework
 from ds_autoplan.cost.interface import StageAssignment
 from ds_autoplan.cost.model import AnalyticCostModel
+from ds_autoplan.cost.row_model import experts_of, graph_of
+from ds_autoplan.cost.row_values import UNREADABLE, figure, truth, whole_number
 from ds_autoplan.errors import AutoplanError, BadInputError, UnsupportedError
 from ds_autoplan.estimate import even_cut
 from ds_autoplan.inputs import recall
-from ds_autoplan.model.graph import Attention, BlockClass, BlockGraph, Mlp, Operator
+from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.plan import Plan
+from ds_autoplan.reading import count
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
 
-# Multi-head latent attention of DeepSeek-V2/V3 and Kimi-K2 (public model configs): ranks of the
-# compressed query and key/value, head dims without and with rotary, and of values.
-MLA = {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
 FINE_GRAINED_EXPERTS = 64
 # A run that says nothing of checkpointing must have used it if it needs this many device memories.
 MUST_RECOMPUTE = 1.75
 HOST_MEMORY_DEVICES = ("GH200", "GB200", "GB300")
-# Where a run does not say: GPT-2's vocabulary, padded.
-ASSUMED_VOCABULARY = 51200
 # Load of the busiest expert rank over the mean where routing is not forced to be even.
 UNBALANCED_EXPERTS = 1.1
 
@@ -74,9 +71,9 @@ def read_row(data: dict[str, Any]) -> Row:
         if "plan" in data:
             return _read_planned(data)
         return _with_recomputation(_read(data), data)
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, AutoplanError):
-            raise
+    except AutoplanError:
+        raise
+    except UNREADABLE as error:
         raise BadInputError(
             f"The run {data.get('id', '?')!r} lacks or misstates {error}.",
             "A run needs model, hardware, parallel, batch and precision.",
@@ -95,7 +92,8 @@ def _read_planned(data: dict[str, Any]) -> Row:
         for layers in own
     )
     measured = data["measured"]
-    peak, unit = measured.get("peak_mem_gb"), str(measured.get("peak_mem_unit") or "GiB")
+    peak = figure(measured.get("peak_mem_gb"), "peak_mem_gb")
+    unit = str(measured.get("peak_mem_unit") or "GiB")
     return Row(
         id=str(data["id"]),
         graph=inputs.graph,
@@ -104,7 +102,7 @@ def _read_planned(data: dict[str, Any]) -> Row:
         framework=frameworks.BY_BACKEND[inputs.workload.backend],
         degrees=plan.degrees,
         stages=stages,
-        measured_step_s=measured.get("iteration_s"),
+        measured_step_s=figure(measured.get("iteration_s"), "iteration_s"),
         measured_peak_bytes=None if peak is None else peak * (2**30 if "GiB" in unit else 1e9),
         peak_kind=peak_kind_of(data),
         family=family_of(data),
@@ -118,23 +116,35 @@ def _read(data: dict[str, Any]) -> Row:
     framework = framework_of(data)
     graph = graph_of(data)
     topology = topology_of(data)
-    tp, pp = int(parallel["tp"] or 1), int(parallel["pp"] or 1)
-    cp, ep = int(parallel.get("cp") or 1), int(parallel.get("ep") or 1)
+    tp, pp = whole_number(parallel["tp"], "tp"), whole_number(parallel["pp"], "pp")
+    cp, ep = whole_number(parallel.get("cp"), "cp"), whole_number(parallel.get("ep"), "ep")
     world = topology.num_devices
-    dp = int(parallel.get("dp") or world // (tp * pp * cp))
-    global_batch = int(batch["global"])
+    dp = whole_number(parallel.get("dp"), "dp", max(1, world // (tp * pp * cp)))
+    if tp * pp * cp * dp != world:
+        raise BadInputError(
+            f"tp {tp} x pp {pp} x cp {cp} x dp {dp} are not the row's {world} devices."
+        )
+    if world // pp % ep:
+        raise BadInputError(f"ep={ep} does not divide the {world // pp} devices of a stage.")
+    global_batch = whole_number(batch["global"], "global batch")
     stated = (data.get("derived") or {}).get("microbatches")
-    micro = int(batch.get("micro") or (global_batch / dp / stated if stated else 1) or 1)
+    micro = whole_number(
+        batch.get("micro"), "micro-batch", int(global_batch / dp / stated if stated else 1) or 1
+    )
+    if micro > global_batch:
+        raise BadInputError(
+            f"The micro-batch of {micro} is larger than the global batch of {global_batch}."
+        )
     num_micro = max(1, round(global_batch / (dp * micro)))
     zero_stage = zero_stage_of(parallel.get("zero_stage"))
     if zero_stage is None:
         zero_stage = framework.default_zero_stage
     if zero_stage == 3 and pp > 1 and framework.gathered_under_pp:
         zero_stage, framework = 1, replace(framework, gradient_bytes=4)
-    vpp = int(parallel.get("vpp") or 1)
+    vpp = whole_number(parallel.get("vpp"), "vpp")
     if pp > 1 and num_micro < pp and framework.gathered_under_pp:
         # A rank's batch, which torchtitan cuts into as many micro-batches as there are stages.
-        cut = min(micro, pp)
+        cut = max(parts for parts in range(1, pp + 1) if micro % parts == 0)
         micro, num_micro = micro // cut, num_micro * cut
     degrees = Degrees(
         tp=tp,
@@ -149,16 +159,15 @@ def _read(data: dict[str, Any]) -> Row:
     )
     precision = precision_of(str(data["precision"]))
     workload = Workload(
-        seq_length=int(data["model"]["seq"]),
+        seq_length=whole_number(data["model"]["seq"], "sequence length"),
         global_batch_size=global_batch,
         precision=precision,
         optimizer="muon" if "muon" in str(data.get("notes", "")).lower() else "adamw",
         backend="megatron",
     )
     strategy = strategy_of(data, degrees, framework)
-    measured = data.get("measured", {})
-    derived = data.get("derived", {})
-    peak = measured.get("peak_mem_gb")
+    measured, derived = data.get("measured") or {}, data.get("derived") or {}
+    peak = figure(measured.get("peak_mem_gb"), "peak_mem_gb")
     unit = str(measured.get("peak_mem_unit") or "GiB")
     stages = stages_of(graph.num_layers, pp, strategy, _end_layers(data, framework))
     if re.search(r"selective.*\blayers?\b", str(parallel.get("recompute"))):
@@ -171,8 +180,9 @@ def _read(data: dict[str, Any]) -> Row:
         framework=framework,
         degrees=degrees,
         stages=stages,
-        measured_step_s=measured.get("iteration_s")
-        or derived.get("iteration_s")
+        measured_step_s=figure(
+            measured.get("iteration_s") or derived.get("iteration_s") or None, "iteration_s"
+        )
         or _step_of_throughput(measured, workload, world),
         measured_peak_bytes=None if peak is None else peak * (2**30 if "GiB" in unit else 1e9),
         peak_kind=peak_kind_of(data),
@@ -224,10 +234,10 @@ def _with_recomputation(row: Row, data: dict[str, Any]) -> Row:
 
 
 def _step_of_throughput(measured: dict[str, Any], workload: Workload, world: int) -> float | None:
-    rate = measured.get("tokens_per_s_per_gpu")
-    if not rate:
+    rate = figure(measured.get("tokens_per_s_per_gpu") or None, "tokens_per_s_per_gpu")
+    if rate is None:
         return None
-    return workload.seq_length * workload.global_batch_size / (float(rate) * world)
+    return workload.seq_length * workload.global_batch_size / (rate * world)
 
 
 def family_of(data: dict[str, Any]) -> str:
@@ -244,8 +254,8 @@ def zero_stage_of(stated: object) -> int | None:
     if stated is None or stated == "":
         return None
     text = str(stated).lower()
-    if match := re.search(r"\d", text):
-        return int(match.group(0))
+    if match := re.search(r"\d+", text):
+        return count(int(match.group(0)) + 1, "The row's zero_stage plus one", 4) - 1
     if "grad_op" in text:
         return 2
     return 3 if "shard" in text or "fsdp" in text or "hsdp" in text else 0
@@ -283,7 +293,7 @@ def framework_of(data: dict[str, Any]) -> Framework:
         data["parallel"].get("recompute")
     ):
         found = replace(found, selective="mlp")
-    experts = _experts(data["model"])
+    experts = experts_of(data["model"])
     if experts:
         # Fine-grained experts are not split further (Megatron's own recipes); coarse ones are.
         stated = data["parallel"].get("etp")
@@ -360,6 +370,7 @@ def strategy_of(data: dict[str, Any], degrees: Degrees, framework: Framework) ->
     sequence = parallel.get("sp")
     if sequence is None:
         sequence = framework.default_sequence_parallel
+    sequence = truth(sequence, "sp")
     recompute = str(parallel.get("recompute") or framework.default_checkpointing).lower()
     checkpointing = "none"
     if "full" in recompute or recompute == "true":
@@ -367,7 +378,7 @@ def strategy_of(data: dict[str, Any], degrees: Degrees, framework: Framework) ->
     elif "selective" in recompute:
         checkpointing = "selective"
     return Strategy(
-        sequence_parallel=bool(sequence) and degrees.tp > 1,
+        sequence_parallel=sequence and degrees.tp > 1,
         activation_checkpointing=checkpointing,
     )
 
@@ -401,125 +412,3 @@ def stages_of(
         StageAssignment(tuple(range(first, last)), (strategy,) * (last - first))
         for first, last in zip(firsts, [*firsts[1:], layers], strict=True)
     )
-
-
-def graph_of(data: dict[str, Any]) -> BlockGraph:
-    """A :class:`BlockGraph` of the row's model."""
-    model = data["model"]
-    hidden, layers = int(model["hidden"]), int(model["layers"])
-    vocab = int(model.get("vocab") or ASSUMED_VOCABULARY)
-    notes = str(data.get("notes", "")).lower()
-    experts = _experts(model)
-    dense_first = int(model.get("dense_layers") or 0)
-    attention = _attention_operators(model)
-    classes, indices = [], []
-    if experts:
-        classes.append(_block(model, attention, experts))
-        if dense_first:
-            classes.append(_block(model, attention, 0))
-        indices = [1] * min(dense_first, layers) + [0] * (layers - min(dense_first, layers))
-    else:
-        classes.append(_block(model, attention, 0))
-        indices = [0] * layers
-    if model.get("encoder_layers"):
-        raise UnsupportedError(
-            "Encoder-decoder runs are not priced from a runs file;",
-            "its rows describe one stack of layers.",
-        )
-    if "mtp layer possibly included" in notes:
-        # A multi-token-prediction layer: one more block, and the head once more (priced as a
-        # block).
-        indices.append(0)
-    tied = _is_tied(model, notes, classes, indices)
-    word = Operator("word", "embedding", "word", 0, hidden, vocab * hidden)
-    head = Operator("head", "linear", "head", hidden, vocab, 0 if tied else vocab * hidden)
-    norm = Operator("norm", "norm", "norm", 0, hidden, hidden)
-    return BlockGraph(
-        name=str(model.get("name", data["id"])),
-        model_type="row" if model.get("gated_mlp") else PLAIN_ROW,
-        hidden_size=hidden,
-        vocab_size=vocab,
-        max_position=int(model["seq"]),
-        classes=tuple(classes),
-        layers=tuple(indices),
-        embedding=(word,),
-        head=(norm, head),
-        tied=tied,
-    )
-
-
-def _is_tied(
-    model: dict[str, Any], notes: str, classes: list[BlockClass], indices: list[int]
-) -> bool:
-    """Whether embedding and head share a weight: as stated, or as the parameter count says.
-
-    Where neither tells, models without gated MLPs do.
-    """
-    if "tied embeddings" in notes:
-        return "untied" not in notes
-    table = int(model.get("vocab") or 0) * int(model["hidden"])
-    beyond = 1e9 * float(model.get("params_b") or 0) - sum(
-        classes[index].num_parameters for index in indices
-    )
-    for tables in (1, 2):
-        if abs(beyond - tables * table) < table / 4:
-            return tables == 1
-    return not model.get("gated_mlp") and "untied" not in notes
-
-
-def _experts(model: dict[str, Any]) -> int:
-    experts = int(model.get("experts") or 0)
-    return experts if experts > 1 else 0
-
-
-def _linear(name: str, role: str, k: int, n: int) -> Operator:
-    return Operator(name, "linear", role, k, n, k * n)
-
-
-def _attention_operators(model: dict[str, Any]) -> tuple[Attention, tuple[Operator, ...]]:
-    hidden = int(model["hidden"])
-    heads = int(model.get("heads") or max(1, hidden // 128))
-    kv_heads = int(model.get("kv_heads") or heads)
-    if str(model.get("attention") or "").upper() == "MLA":
-        key = MLA["nope"] + MLA["rope"]
-        shape = Attention(heads, heads, key, MLA["value"])
-        return shape, (
-            _linear("q_a", "other", hidden, MLA["q_rank"]),
-            _linear("q_b", "q", MLA["q_rank"], heads * key),
-            _linear("kv_a", "other", hidden, MLA["kv_rank"] + MLA["rope"]),
-            _linear("kv_b", "q", MLA["kv_rank"], heads * (MLA["nope"] + MLA["value"])),
-            _linear("out", "attention_out", heads * MLA["value"], hidden),
-        )
-    head_dim = int(model.get("head_dim") or hidden // heads)
-    shape = Attention(heads, kv_heads, head_dim, head_dim)
-    return shape, (
-        _linear("qkv", "qkv", hidden, (heads + 2 * kv_heads) * head_dim),
-        _linear("out", "attention_out", heads * head_dim, hidden),
-    )
-
-
-def _block(
-    model: dict[str, Any], attention: tuple[Attention, tuple[Operator, ...]], experts: int
-) -> BlockClass:
-    hidden, gated = int(model["hidden"]), bool(model.get("gated_mlp"))
-    shape, operators = attention
-    # An MLP whose width is not stated is four times as wide as the model, gated ones 8/3.
-    usual = model.get("ffn") or (8 * hidden // 3 if gated else 4 * hidden)
-    inner = int(model.get("moe_ffn") or usual) if experts else int(usual)
-    shared = int(model.get("shared_ffn") or 0) if experts else 0
-    top_k = int(model.get("topk") or 1) if experts else 0
-    wide = 2 if gated else 1
-    norms = [Operator(name, "norm", "norm", 0, hidden, hidden) for name in ("norm_1", "norm_2")]
-    parts = [*operators, *norms]
-    if experts:
-        parts.append(_linear("router", "router", hidden, experts))
-        size = experts * hidden * inner
-        kind = "experts"
-        parts.append(Operator("up", kind, "expert_gate_up", hidden, wide * inner, wide * size))
-        parts.append(Operator("down", kind, "expert_down", inner, hidden, size))
-    width = shared if experts else inner
-    if width:
-        parts.append(_linear("mlp_up", "gate_up" if gated else "up", hidden, wide * width))
-        parts.append(_linear("mlp_down", "down", width, hidden))
-    mlp = Mlp(inner, gated, experts, top_k, shared)
-    return BlockClass("moe" if experts else "dense", "row", shape, mlp, tuple(parts))

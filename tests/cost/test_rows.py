@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from ds_autoplan.cost.rows import peak_kind_of, precision_of, read_row, stages_of
 from ds_autoplan.runs import load_runs
 from ds_autoplan.strategy import Strategy
+from ds_autoplan.validate import price_run, validate
 
 RUN = load_runs(Path(__file__).with_name("published_sample.jsonl"))[0]
+TITAN = load_runs(Path(__file__).with_name("torchtitan_runs.jsonl"))[0]
 
 
 def counts(layers: int, pp: int, ends: tuple[float, float]) -> list[int]:
@@ -59,7 +62,7 @@ def test_tied_embeddings_are_stated_or_counted(
 ) -> None:
     run = copy.deepcopy(RUN)
     run["notes"] = notes
-    run["parallel"] = {**run["parallel"], "tp": 1, "pp": 1}
+    run["parallel"] = {**run["parallel"], "tp": 1, "pp": 1, "dp": None}
     run["model"] = {
         **{key: None for key in run["model"]},
         **{"name": "x", "layers": 28, "hidden": 3072, "ffn": 8192, "heads": 32, "kv_heads": 32},
@@ -118,3 +121,74 @@ def test_words_for_recomputation(recompute: str, kinds: set[str]) -> None:
 def test_names_of_8_bits() -> None:
     for name in ("FP8", "float8 (tensorwise)", "BF16 + Float8 rowwise", "MXFP8"):
         assert precision_of(name) == "fp8"
+
+
+WRONG = [
+    *(None, "", "x", "false", [], {}, [1], {"a": 1}, True, 0, -1, 1.5, math.nan, math.inf),
+    *(10**30, 10**400, 3, 7, -0.0, "8", "4", 1e308, 1e-308),
+]
+PLACES = [
+    (part, name)
+    for part in ("model", "hardware", "parallel", "batch", "measured", "derived")
+    for name in RUN.get(part) or {}
+]
+
+
+@pytest.mark.parametrize(("part", "name"), PLACES)
+def test_a_wrong_value_is_one_unpriced_row(part: str, name: str) -> None:
+    """Whatever a row holds, it is priced as a finite time or says why not; others are priced."""
+    rows = []
+    for value in WRONG:
+        run = copy.deepcopy(RUN)
+        run[part][name] = value
+        rows.append(run)
+    answer = validate([*rows, RUN])
+    for value, row in zip([*WRONG, "as it was"], answer["rows"], strict=True):
+        if row["supported"]:
+            assert math.isfinite(row["predicted_step_s"]) and row["predicted_step_s"] > 0, value
+            error = row["time_error"]
+            assert error is None or (math.isfinite(error) and error >= -1), value
+        else:
+            assert row["reason"], value
+    assert answer["rows"][-1]["supported"]
+
+
+@pytest.mark.parametrize(
+    "part", ["model", "hardware", "parallel", "batch", "measured", "plan", "id"]
+)
+@pytest.mark.parametrize("value", [None, [], {}, "text", 3, math.nan])
+def test_a_wrong_part_is_one_unpriced_row(part: str, value: object) -> None:
+    row = price_run({**RUN, part: value})
+    assert row["supported"] or row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "words"),
+    [
+        ("parallel", {"tp": -2}, "tp is -2"),
+        ("parallel", {"tp": 1.5}, "tp is 1.5"),
+        ("parallel", {"dp": 3}, "are not the row's"),
+        ("parallel", {"sp": "false"}, "sp is 'false'"),
+        ("parallel", {"zero_stage": 7}, "zero_stage"),
+        ("model", {"layers": 0}, "layers is 0"),
+        ("model", {"hidden": math.nan}, "hidden is nan"),
+        ("batch", {"global": 4, "micro": 8}, "larger than the global batch"),
+        ("measured", {"iteration_s": -1.0}, "iteration_s is -1"),
+        ("measured", {"iteration_s": math.nan}, "iteration_s is nan"),
+    ],
+)
+def test_what_cannot_be_is_named(part: str, values: dict[str, Any], words: str) -> None:
+    run = copy.deepcopy(RUN)
+    run[part] = {**(run.get(part) or {}), **values}
+    row = price_run(run)
+    assert not row["supported"] and words in row["reason"]
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3, 6, 7, 8])
+def test_torchtitan_cuts_a_batch_into_equal_micro_batches(micro: int) -> None:
+    run = copy.deepcopy(TITAN)
+    world = run["hardware"]["n_gpus"]
+    run["parallel"] |= {"tp": 1, "pp": 4, "dp": world // 4, "cp": 1, "vpp": 1}
+    run["batch"] = {"global": micro * (world // 4), "micro": micro}
+    degrees = read_row(run).degrees
+    assert degrees.micro_batch_size * degrees.num_micro_batches == micro

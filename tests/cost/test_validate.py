@@ -60,7 +60,8 @@ def test_a_range_holds_most_measurements(runs: list[dict[str, Any]]) -> None:
         ({"precision": "INT4"}, "INT4"),
         ({"model": {"encoder_layers": 24}}, "Encoder-decoder"),
         ({"hardware": {"gpu": "TPUv5"}}, "TPUv5"),
-        ({"parallel": {"pp": 4096}}, "cannot be cut"),
+        ({"parallel": {"pp": 4096}}, "are not the row's"),
+        ({"model": {"layers": 1}, "parallel": {"pp": 2, "dp": None}}, "cannot be cut"),
         ({"batch": None}, "lacks or misstates"),
     ],
 )
