@@ -270,6 +270,7 @@ def config(path: str) -> Iterator[Finding]:
     from ds_autoplan.config import parse_autoplan
     from ds_autoplan.errors import BadInputError
     from ds_autoplan.hook import KEY, parse_config
+    from ds_autoplan.plan import Plan
     from ds_autoplan.reading import read_text
 
     try:
@@ -277,6 +278,8 @@ def config(path: str) -> Iterator[Finding]:
         if not isinstance(read, dict):
             raise BadInputError("It is not an object.")
         asked = parse_autoplan(read.get(KEY))
+        if asked is not None and asked.plan:
+            Plan.load(asked.plan)
     except (BadInputError, ValueError) as error:
         yield Finding("config", PROBLEM, f"{path}: {error}", "Mend the file.")
         return

@@ -95,6 +95,29 @@ def number(value: object, what: str, zero: bool = False) -> float:
     return found
 
 
+def within(value: object, what: str, least: float, most: float) -> float:
+    """A finite number from `least` to `most`: what is physically possible, with room.
+
+    Raises:
+        BadInputError: it is none.
+    """
+    found = number(value, what, zero=least == 0)
+    if not least <= found <= most:
+        raise BadInputError(f"{what} is {found:g}.", f"It must lie from {least:g} to {most:g}.")
+    return found
+
+
+def text(value: object, what: str) -> str:
+    """Text that is not empty.
+
+    Raises:
+        BadInputError: it is none.
+    """
+    if not isinstance(value, str) or not value:
+        raise BadInputError(f"{what} is {_short(value)}.", "It must be text.")
+    return value
+
+
 def count(value: object, what: str, most: int = MOST) -> int:
     """A positive integer of at most `most`.
 

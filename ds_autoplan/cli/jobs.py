@@ -81,6 +81,12 @@ def cluster_of(spec: str) -> Topology:
     name = local_gpus()
     if name:
         return parse_cluster(name)
+    if "RANK" in os.environ:
+        raise BadInputError(
+            "This cluster has to be measured, which a launcher's ranks do together.",
+            "",
+            "Run `ds-autoplan calibrate --out cluster.json` under the launcher, and name its file.",
+        )
     processes = local_processes()
     print(f"measuring this machine with {processes} processes", file=sys.stderr)
     measured = measure(processes)

@@ -21,9 +21,12 @@ from typing import Any
 
 from ds_autoplan.cluster.topology import Device, Level, Topology
 from ds_autoplan.errors import BadInputError
-from ds_autoplan.reading import count, number, read_object
+from ds_autoplan.reading import count, number, read_object, text, within
 
 GIB = 2**30
+# What a cluster JSON may state, with room to every real machine: beyond, a unit was mistaken.
+MEMORY_GIB, MEMORY_TB_S, TFLOPS = (1e-3, 1e5), (1e-6, 1e4), (1e-6, 1e7)
+GB_S, HOP_US, OVERSUBSCRIPTION = (1e-6, 1e6), (0.0, 1e7), (1e-3, 1e3)
 MOST_DEVICES = 1_000_000  # the largest clusters have a tenth of it
 # Per-hop latencies with NCCL's protocol cost. NVLink: 8-GPU all-reduce fits of 23 to 59 us over 14
 # hops (NVIDIA/dgxc-benchmarking@841f546 nccl/README.md, stas00/ml-engineering@744d01e18b
@@ -91,12 +94,14 @@ def device_facts(name: str) -> dict[str, Any]:
 def build_device(facts: dict[str, Any]) -> Device:
     """A :class:`Device` from a row of devices.json (or the "device" object of a cluster JSON)."""
     try:
+        memory = within(facts["memory_gib"], "The device's memory_gib", *MEMORY_GIB)
+        rate = within(facts["memory_tb_s"], "The device's memory_tb_s", *MEMORY_TB_S)
         return Device(
-            name=facts["name"],
-            architecture=facts["architecture"],
+            name=text(facts["name"], "The device's name"),
+            architecture=text(facts["architecture"], "The device's architecture"),
             multiprocessors=count(facts["multiprocessors"], "The device's multiprocessors"),
-            memory_bytes=int(number(facts["memory_gib"], "The device's memory_gib") * GIB),
-            memory_bytes_per_s=number(facts["memory_tb_s"], "The device's memory_tb_s") * 1e12,
+            memory_bytes=int(memory * GIB),
+            memory_bytes_per_s=rate * 1e12,
             peak_flops=_flops(facts, "peak_tflops"),
             matmul_flops=_flops(facts, "matmul_tflops") if "matmul_tflops" in facts else {},
             source=facts.get("source", ""),
@@ -109,8 +114,10 @@ def build_device(facts: dict[str, Any]) -> Device:
 
 
 def _flops(facts: dict[str, Any], key: str) -> dict[str, float]:
-    rates = facts[key].items()
-    return {name: number(rate, f"The device's {key} for {name}") * 1e12 for name, rate in rates}
+    return {
+        name: within(rate, f"The device's {key} for {name}", *TFLOPS) * 1e12
+        for name, rate in facts[key].items()
+    }
 
 
 def build_topology(
@@ -158,8 +165,9 @@ def build_topology(
     )
     if total > inside:
         gbit = facts["nic_gbit"] if nic_gbit is None else nic_gbit
-        per_device = number(gbit, "The network's Gb/s per device") / 8 * 1e9 * NIC_EFFICIENCY
-        per_device /= number(oversubscription, "The oversubscription")
+        rate = within(gbit, "The network's Gb/s per device", *(8 * edge for edge in GB_S))
+        per_device = rate / 8 * 1e9 * NIC_EFFICIENCY
+        per_device /= within(oversubscription, "The oversubscription", *OVERSUBSCRIPTION)
         levels.append(Level("cluster", total, per_device, HOP_LATENCY_S["network"]))
     return Topology(
         device=build_device(facts),
@@ -178,12 +186,12 @@ def parse_cluster(spec: str) -> Topology:
     Raises:
         BadInputError: neither a known form nor a readable cluster JSON.
     """
-    text = spec.strip()
-    if len(text) > 4096:  # longer than any path; the system would raise
+    stated = spec.strip()
+    if len(stated) > 4096:  # longer than any path; the system would raise
         raise BadInputError("The cluster's description is longer than any path.")
-    if text.endswith(".json") or Path(text).is_file():
-        return load_cluster(Path(text))
-    match = _SPEC.match(text)
+    if stated.endswith(".json") or Path(stated).is_file():
+        return load_cluster(Path(stated))
+    match = _SPEC.match(stated)
     if not match:
         raise BadInputError(
             f"The cluster {spec!r} cannot be read.",
@@ -209,7 +217,7 @@ def parse_cluster(spec: str) -> Topology:
                 f"The cluster option {option!r} in {spec!r} is not known.",
                 "Known options: nic, nics, oversubscription.",
             )
-    return build_topology(nodes, gpus, match.group(3), nic, oversubscription, text)
+    return build_topology(nodes, gpus, match.group(3), nic, oversubscription, stated)
 
 
 def load_cluster(path: Path) -> Topology:
@@ -249,8 +257,8 @@ def topology_from_json(data: dict[str, Any]) -> Topology:
             Level(
                 name=str(level["name"]),
                 size=count(level["size"], "A level's size", MOST_DEVICES),
-                bytes_per_s=number(level["gb_per_s"], "A level's gb_per_s") * 1e9,
-                latency_s=number(level["latency_us"], "A level's latency_us", zero=True) * 1e-6,
+                bytes_per_s=within(level["gb_per_s"], "A level's gb_per_s", *GB_S) * 1e9,
+                latency_s=within(level["latency_us"], "A level's latency_us", *HOP_US) * 1e-6,
                 all_reduce_bytes_per_s=_rate(level, "all_reduce_gb_per_s"),
                 all_to_all_bytes_per_s=_rate(level, "all_to_all_gb_per_s"),
                 pair_bytes_per_s=_rate(level, "pair_gb_per_s"),
@@ -321,4 +329,4 @@ def _gbit(text: str, spec: str) -> float:
 
 
 def _rate(level: dict[str, Any], key: str) -> float:
-    return number(level.get(key, 0), f"A level's {key}", zero=True) * 1e9
+    return within(level.get(key, 0), f"A level's {key}", 0.0, GB_S[1]) * 1e9

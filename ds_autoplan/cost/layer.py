@@ -202,9 +202,8 @@ def backward_pass(
         padded = padding(setting, g)
         gemm_s += kernels.gemm_s(g.m, g.n, g.k, g.count, padded=padded)
         accumulate = framework.gradient_bytes == 4 and not framework.separate_accumulation
-        gemm_s += frozen * kernels.gemm_s(
-            g.k, g.m, g.n, g.count, accumulate=accumulate, padded=padded
-        )
+        # The padded rows are what weight gradients contract over.
+        gemm_s += frozen * kernels.gemm_s(g.k, g.m * padded, g.n, g.count, accumulate=accumulate)
     core_s = attention_core_s(setting, block, local, degrees, backward=True)
     compute = gemm_s + core_s + 2.0 * stream_forward_s
     if not setting.framework.cuda_graphs:

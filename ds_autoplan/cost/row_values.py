@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ds_autoplan.errors import BadInputError
-from ds_autoplan.reading import MOST, count, number
+from ds_autoplan.reading import MOST, count, within
 
-LEAST = 1e-9
+LEAST = 1e-9  # of anything measured
 
 # What a row can make of arithmetic and lookups, if it holds anything at all.
 UNREADABLE = (
@@ -40,12 +40,7 @@ def figure(value: object, name: str) -> float | None:
     Raises:
         BadInputError: nothing that was measured.
     """
-    if value is None:
-        return None
-    found = number(value, f"The row's {name}")
-    if not LEAST <= found <= MOST:
-        raise BadInputError(f"The row's {name} is {found:g}.", "No run measured that.")
-    return found
+    return None if value is None else within(value, f"The row's {name}", LEAST, MOST)
 
 
 def truth(value: object, name: str) -> bool:

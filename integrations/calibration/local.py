@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from ds_autoplan.integrations.calibration.measure import known_gpu, measured_cpus, measured_gpus
 
 from ds_autoplan.cluster.presets import topology_to_json
-from ds_autoplan.errors import AutoplanError
+from ds_autoplan.errors import AutoplanError, BadInputError
 
 LIMIT_S = 300.0
 
@@ -28,10 +28,16 @@ def measure(processes: int) -> dict[str, Any] | None:
     get None. Else `processes` processes of this machine are started, one a GPU where there are.
 
     Raises:
+        BadInputError: a launcher's environment is there in part.
         AutoplanError: a process failed, or the measurement did not end in time.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        found = _take_part()
+        _check_launcher()
+        try:
+            found = _take_part()
+        except (RuntimeError, ValueError) as error:  # what torch.distributed raises
+            last = str(error).strip().splitlines()[:1]
+            raise AutoplanError(f"Rank {os.environ['RANK']} failed: {''.join(last)}") from error
         return found if os.environ["RANK"] == "0" else None
     answers: SimpleQueue[dict[str, Any]] = mp.get_context("spawn").SimpleQueue()
     _run(_work, processes, LIMIT_S, answers)
@@ -109,6 +115,29 @@ def _enter(rank: int, world: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+
+
+def _check_launcher() -> None:
+    """See that the launcher's variables are whole: torch waits for minutes where they are not."""
+    for name, least in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
+        value = os.environ.get(name, "0" if name == "LOCAL_RANK" else "")
+        if not value.isascii() or not value.isdigit() or int(value) < least:
+            raise BadInputError(
+                f"{name} is {value!r} in the environment, where RANK and WORLD_SIZE are set.",
+                f"A launcher sets it to a whole number from {least}.",
+                "Start this with a launcher, or unset RANK and WORLD_SIZE.",
+            )
+    if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+        raise BadInputError(
+            f"RANK is {os.environ['RANK']} of WORLD_SIZE {os.environ['WORLD_SIZE']}.",
+            "Ranks count from 0 to below the world size.",
+        )
+    if not os.environ.get("MASTER_ADDR"):
+        raise BadInputError(
+            "MASTER_ADDR is not set, where RANK and WORLD_SIZE are.",
+            "A launcher sets all.",
+            "Start this with a launcher, or unset RANK and WORLD_SIZE.",
+        )
 
 
 def _take_part() -> dict[str, Any]:

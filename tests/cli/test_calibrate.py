@@ -102,3 +102,47 @@ def test_a_job_may_ask_for_a_measurement() -> None:
     config = parse_autoplan({"calibrate": True})
     assert config is not None and config.calibrate
     assert not parse_autoplan(True).calibrate  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"RANK": "1"}, "MASTER_PORT is ''"),
+        ({"RANK": "x"}, "RANK is 'x'"),
+        ({"RANK": "0", "MASTER_PORT": "29999"}, "MASTER_ADDR is not set"),
+        ({"RANK": "5", "MASTER_PORT": "1"}, "RANK is 5 of WORLD_SIZE 2"),
+        ({"RANK": "0", "LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1'"),
+    ],
+)
+def test_half_a_launcher_is_named(
+    changes: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"WORLD_SIZE": "2", **changes}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["calibrate", "--processes", "1"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_ranks_of_a_launcher_do_not_detect_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    job = ["--model", "gpt2", "--seq-length", "128", "--global-batch-size", "8"]
+    assert main(["plan", "--cluster", "detect", *job]) == 2
+    assert "ds-autoplan calibrate --out" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_said_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds_autoplan.integrations.calibration import local
+
+    monkeypatch.setattr(local, "measure", lambda processes: pytest.fail("it was measured"))
+    for path in (tmp_path / "no" / "c.json", tmp_path):
+        assert main(["calibrate", "--out", str(path)]) == 2
+        assert "cannot be written" in capsys.readouterr().err

@@ -127,3 +127,10 @@ def test_a_check_that_breaks_is_a_finding_and_the_rest_goes_on(
     assert main(["doctor"]) == 0
     shown = capsys.readouterr()
     assert "HiGHS through PuLP" in shown.out and "No problem found" in shown.err
+
+
+def test_a_pinned_plan_is_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"autoplan": {"plan": "no-such-plan.json"}}')
+    found = only(doctor.config(str(path)))
+    assert found.status == PROBLEM and "no-such-plan.json" in found.detail

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_autoplan.cluster import load_cluster, parse_cluster
-from ds_autoplan.cluster.presets import device_table
+from ds_autoplan.cluster.presets import device_table, topology_from_json, topology_to_json
 from ds_autoplan.errors import BadInputError
 
 NEEDED = """V100-SXM2-32GB A100-SXM-40GB A100-SXM-80GB A100-PCIe-80GB A800-SXM-80GB H100-SXM-80GB
@@ -84,3 +85,25 @@ def test_levels_must_nest(tmp_path: Path) -> None:
     path.write_text(json.dumps({"device": "A100-SXM-80GB", "levels": levels}))
     with pytest.raises(BadInputError, match="do not nest"):
         load_cluster(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("device", "name"), 5, "name is 5"),
+        (("device", "architecture"), ["hopper"], "architecture is"),
+        (("device", "memory_gib"), 1e300, "memory_gib is 1e\\+300"),
+        (("device", "memory_tb_s"), 1e-300, "memory_tb_s is 1e-300"),
+        (("device", "peak_tflops"), {"bf16": 1e200}, "peak_tflops for bf16"),
+        (("levels", 0, "latency_us"), 1e200, "latency_us is 1e\\+200"),
+        (("levels", 0, "gb_per_s"), 1e-200, "gb_per_s is 1e-200"),
+    ],
+)
+def test_a_mistaken_unit_is_named(place: tuple[Any, ...], value: object, said: str) -> None:
+    data = topology_to_json(parse_cluster("1x8xH100-SXM-80GB"))
+    at: Any = data
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    with pytest.raises(BadInputError, match=said):
+        topology_from_json(data)
