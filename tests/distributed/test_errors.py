@@ -62,7 +62,8 @@ MISTAKES = {
     ),
     "micro-batch": Mistake(
         "valid",
-        ("micro-batch holds 3 samples", "brings 8 to a replica", "micro_batch_size that divides"),
+        ("global_batch_size is 8", "dp * micro_batch_size * num_micro_batches = 6"),
+        kind="BadInputError",
         plan={"tp": 2, "pp": 2, "micro_batch_size": 3},
     ),
     "world size": Mistake(
@@ -121,6 +122,19 @@ def test_every_rank_raises_the_same_readable_error(pool: Pool, name: str, tmp_pa
     for _, message, _ in (error for error in errors if error):
         for words in mistake.says:
             assert words in message
+
+
+def test_a_micro_batch_must_divide_a_call(pool: Pool, tmp_path: Path) -> None:
+    """Two calls of four samples a step, and a plan of one micro-batch of eight."""
+    mistake = Mistake("valid", (), plan={"tp": 2, "pp": 2, "micro_batch_size": 8})
+    two_calls = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    config = {**CONFIG, **two_calls, "autoplan": autoplan(mistake, tmp_path)}
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(f"{SCRIPTS}:valid", config)
+    for error in failed.value.errors:
+        assert error and error[0] == "UnsupportedError"
+        for words in ("holds 8 samples", "brings 4 to a replica", "micro_batch_size that divides"):
+            assert words in error[1]
 
 
 def launch(arguments: list[str]) -> subprocess.CompletedProcess[str]:

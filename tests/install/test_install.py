@@ -117,11 +117,11 @@ def environment(kind, environments) -> Environment:
 
 
 def packaged(source: Path) -> set[str]:
-    """The files a wheel must hold: all Python and JSON files, under their installed names."""
+    """The files a wheel must hold: all Python, JSON and template files, under their installed names."""
     places = {"ds_autoplan": "ds_autoplan", "integrations": "ds_autoplan/integrations"}
     files = {"_ds_autoplan_hook.py", HOOK_FILE, "ds_autoplan/py.typed"}
     for folder, installed in places.items():
-        for suffix in ("*.py", "*.json"):
+        for suffix in ("*.py", "*.json", "*.j2"):
             for path in (source / folder).rglob(suffix):
                 files.add(f"{installed}/{path.relative_to(source / folder).as_posix()}")
     return files
