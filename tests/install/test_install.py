@@ -117,7 +117,7 @@ def environment(kind, environments) -> Environment:
 
 
 def packaged(source: Path) -> set[str]:
-    """The files a wheel must hold: all Python, JSON and template files, under their installed names."""
+    """The files a wheel must hold: Python, JSON and templates, under their installed names."""
     places = {"ds_autoplan": "ds_autoplan", "integrations": "ds_autoplan/integrations"}
     files = {"_ds_autoplan_hook.py", HOOK_FILE, "ds_autoplan/py.typed"}
     for folder, installed in places.items():
