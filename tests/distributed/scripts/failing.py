@@ -70,6 +70,7 @@ def batch_that_does_not_divide(config: dict[str, Any]) -> None:
 
 def stepped_optimizer(config: dict[str, Any]) -> None:
     """The optimizer has made a step before."""
+    deepspeed.init_distributed()
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(**make_batch(0, 2)).loss.backward()
