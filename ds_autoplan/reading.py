@@ -39,7 +39,7 @@ def write_whole(path: str | Path, text: str) -> None:
     Raises:
         OSError, ValueError: it cannot be written.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # a link stays a link
     data = text.encode()
     if target.exists() and not target.is_file():  # /dev/stdout, a pipe
         target.write_bytes(data)

@@ -100,3 +100,10 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
         "page.html",
     }
     assert main(["explain", "x" * 5000]) == 2
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    file, link = tmp_path / "plan.json", tmp_path / "latest.json"
+    link.symlink_to(file)
+    PLAN.save(link)
+    assert link.is_symlink() and Plan.load(file).fingerprint == PLAN.fingerprint
