@@ -84,8 +84,8 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
-def reachable() -> dict[int, int]:
-    """Address and bytes of all storages of floating-point numbers that Python can reach."""
+def reachable() -> list[Tensor]:
+    """All tensors of floating-point numbers that Python can reach."""
     gc.collect()
     tensors: list[Tensor] = []
     for item in gc.get_objects():
@@ -95,7 +95,7 @@ def reachable() -> dict[int, int]:
             tensors.append(item)
             if item.is_leaf and item.grad is not None:
                 tensors.append(item.grad)
-    return storages(tensors)
+    return tensors
 
 
 def weights(engine: Any) -> dict[int, int]:
@@ -145,7 +145,9 @@ def count(
         "shapes" tells of what), "left" (what autograd keeps after it) and "buffers" (hidden states
         between stages, after it).
     """
-    before = reachable()
+    # Held on to: what dies later leaves its address to what is counted.
+    others = reachable()
+    before = storages(others)
     model = make_model(**sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -156,13 +158,14 @@ def count(
             loss = engine(input_ids=inputs, labels=inputs, use_cache=False).loss
             engine.backward(loss)
         del loss
-        held, alive, own = weights(engine), reachable(), optimizer_states(engine)
+        held, alive, own = weights(engine), storages(reachable()), optimizer_states(engine)
         buffers = stage_buffers(engine)
         engine.step()
     own = {address: size for address, size in own.items() if address not in held}
     known = before.keys() | held.keys() | own.keys() | buffers.keys()
     gradients = {address: size for address, size in alive.items() if address not in known}
     engine.destroy()
+    del others
     return {
         "rank": dist.get_rank(),
         "parameters": sum(held.values()),
