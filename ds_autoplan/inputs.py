@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ds_autoplan.errors import BadInputError
 from ds_autoplan.model.graph import Attention, BlockClass, BlockGraph, Mlp, Operator, SkipEdge
 from ds_autoplan.model.load import graph_of_config
+from ds_autoplan.reading import MALFORMED
 from ds_autoplan.search.options import PlanOptions
 from ds_autoplan.workload import Workload
 
@@ -64,12 +65,17 @@ def recall(plan: Plan) -> Inputs:
         return Inputs(
             graph, _topology(data["topology"]), Workload(**data["workload"]), PlanOptions(**options)
         )
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except MALFORMED as error:
         raise BadInputError(
             f"The inputs inside the plan cannot be read: {error!r}.",
             "They are what `ds-autoplan plan` wrote.",
             "Make the plan again.",
         ) from error
+
+
+def recall_any(plan: Plan) -> Inputs | None:
+    """The same; None for plans made by hand, which do not say."""
+    return recall(plan) if isinstance(plan.report.get("inputs"), dict) else None
 
 
 def _plain(value: Any) -> Any:

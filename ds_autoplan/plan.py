@@ -18,8 +18,9 @@ from typing import Any
 
 from ds_autoplan.errors import BadInputError
 from ds_autoplan.plan_check import check_plan
-from ds_autoplan.reading import read_object, write_whole
+from ds_autoplan.reading import MALFORMED, read_object
 from ds_autoplan.strategy import Degrees, Strategy
+from ds_autoplan.writing import write_whole
 
 SCHEMA_VERSION = 1
 
@@ -203,7 +204,7 @@ class Plan:
                 excluded=tuple(data.get("excluded", ())),
             )
             check_plan(plan)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except MALFORMED as error:
             raise BadInputError(
                 f"The plan cannot be read: {error}.",
                 "A plan file is what `ds-autoplan plan --out` wrote.",
@@ -239,11 +240,11 @@ class Plan:
         """Write the plan as JSON, the same bytes for the same plan (no seconds of search).
 
         Raises:
-            OSError, ValueError: it cannot be written; what was there is as it was.
+            BadInputError: it cannot be written; what was there is as it was.
         """
         lasting = replace(self, solver=replace(self.solver, seconds=None))
         text = json.dumps(lasting.to_json(), indent=1, sort_keys=True)
-        write_whole(path, text + "\n")
+        write_whole(path, text + "\n", "plan file")
 
     def with_degrees(self, **changes: Any) -> Plan:
         """A copy with some degrees replaced (for tests and what-if tools; nothing is re-priced)."""

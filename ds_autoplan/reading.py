@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -12,6 +11,16 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ds_autoplan.errors import BadInputError
 
+# What data of another form than expected raises where it is looked into.
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 LARGEST = 1e300  # of a number of any kind; neither infinite nor nan is below it
 MOST = 10**9  # no size, batch or degree of a real job is larger; far larger ones never end
 
@@ -31,25 +40,6 @@ def read_text(path: str | Path, what: str) -> str:
     except (OSError, ValueError) as error:  # ValueError: what no path can be
         reason = getattr(error, "strerror", None) or error
         raise BadInputError(f"The {what} {str(path)!r} cannot be read: {reason}.") from error
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file whole, or leave what is there as it is.
-
-    Raises:
-        OSError, ValueError: it cannot be written.
-    """
-    target = Path(os.path.realpath(path))  # a link stays a link
-    data = text.encode()
-    if target.exists() and not target.is_file():  # /dev/stdout, a pipe
-        target.write_bytes(data)
-        return
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(data)
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def parse_json(text: str, where: str) -> Any:

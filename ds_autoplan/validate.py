@@ -12,9 +12,9 @@ from typing import Any
 
 from ds_autoplan.cost.interface import StageEstimate
 from ds_autoplan.cost.model import AnalyticCostModel
-from ds_autoplan.cost.row_values import UNREADABLE
 from ds_autoplan.cost.rows import Row, read_row
 from ds_autoplan.errors import AutoplanError
+from ds_autoplan.reading import MALFORMED
 
 # A predicted peak this far above the device's memory counts as "does not fit".
 FIT_TOLERANCE = 1.06
@@ -59,7 +59,7 @@ def price_run(run: dict[str, Any]) -> dict[str, Any]:
         return {**result, **price(read_row(run))}
     except AutoplanError as error:
         result["reason"] = str(error)
-    except UNREADABLE as error:  # one row may not hide the others
+    except MALFORMED as error:  # one row may not hide the others
         result["reason"] = f"The row cannot be priced: {type(error).__name__}: {error}."
     return result
 

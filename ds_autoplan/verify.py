@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_autoplan.errors import AutoplanError, BadInputError
 from ds_autoplan.model.architectures import ARCHITECTURES
+from ds_autoplan.reading import read_text
 from ds_autoplan.strategy import ATTENTION_SHARDINGS, CHECKPOINTING, MLP_SHARDINGS
 
 if TYPE_CHECKING:
@@ -209,10 +210,7 @@ def read_grid(path: str) -> list[Case]:
     Raises:
         BadInputError: the file is missing, empty or a line cannot be read.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise BadInputError(f"The grid {path!r} cannot be read: {error.strerror}.") from error
+    lines = read_text(path, "grid").splitlines()
     cases = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 
-from ds_autoplan.cli.jobs import add_json, check_writable, positive, write_text
+from ds_autoplan.cli.jobs import add_json, positive
+from ds_autoplan.writing import check_writable, write_whole
 
 EPILOG = """examples:
   ds-autoplan calibrate --out cluster.json
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     text = json.dumps(cluster, indent=1)
     if args.out:
-        write_text(args.out, text + "\n")
+        write_whole(args.out, text + "\n")
     if args.json:
         print(json.dumps(cluster))
     elif args.out:

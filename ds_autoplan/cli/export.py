@@ -7,10 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from ds_autoplan.cli.jobs import add_json, as_written, write_text
+from ds_autoplan.cli.jobs import add_json, as_written
 from ds_autoplan.errors import BadInputError
 from ds_autoplan.export import TARGETS, export
 from ds_autoplan.plan import Plan
+from ds_autoplan.writing import make_folder, write_whole
 
 EPILOG = """examples:
   ds-autoplan export plan.json --to megatron
@@ -55,11 +56,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
             "No file is replaced.",
             "Name another folder, or move them away.",
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInputError(f"The folder {str(folder)!r} cannot be made: {reason}.") from error
+    make_folder(folder)
     for name, text in files.items():
-        write_text(str(folder / name), text)
+        write_whole(folder / name, text)
     print(f"Written to {folder}: {', '.join(files)}", file=sys.stderr)

@@ -8,11 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_autoplan.errors import AutoplanError, BadInputError
-from ds_autoplan.reading import write_whole
+from ds_autoplan.errors import BadInputError
+from ds_autoplan.reading import MALFORMED
 from ds_autoplan.workload import BACKENDS, PRECISIONS, Workload
 
 if TYPE_CHECKING:
@@ -146,33 +145,6 @@ def terminal_progress() -> Progress | None:
     return show
 
 
-def check_writable(path: str) -> None:
-    """See that a file can be written there, before work that takes long.
-
-    Raises:
-        BadInputError: it cannot.
-    """
-    target = Path(path)
-    folder = target.parent
-    if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise BadInputError(
-            f"The file {path!r} cannot be written.", "Name a file in a folder that is there."
-        )
-
-
-def write_text(path: str, text: str) -> None:
-    """Write a file whole, or leave what is there as it is.
-
-    Raises:
-        BadInputError: it cannot be written.
-    """
-    try:
-        write_whole(path, text)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInputError(f"The file {path!r} cannot be written: {reason}.") from error
-
-
 @contextmanager
 def as_written(path: str) -> Iterator[None]:
     """What a plan file says beside its decision is not checked when it is read; here it is used.
@@ -182,9 +154,7 @@ def as_written(path: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, AutoplanError):
-            raise
+    except MALFORMED as error:
         raise BadInputError(
             f"What the plan file {path!r} reports cannot be used: {type(error).__name__}: {error}.",
             "A plan file is what `ds-autoplan plan --out` wrote.",

@@ -107,11 +107,7 @@ def run(args: argparse.Namespace) -> int:
         progress=terminal_progress(),
     )
     if args.out:
-        try:
-            made.save(args.out)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise BadInputError(f"The plan cannot be written to {args.out!r}: {reason}.") from error
+        made.save(args.out)
     if args.json:
         print(json.dumps(made.to_json()))
     else:

@@ -6,9 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
-from ds_autoplan.cli.jobs import add_json, as_written, write_text
+from ds_autoplan.cli.jobs import add_json, as_written
 from ds_autoplan.errors import BadInputError
 from ds_autoplan.plan import Plan
+from ds_autoplan.writing import write_whole
 
 EPILOG = """examples:
   ds-autoplan report plan.json --out report.html
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         measured = [price_run(item) for item in load_runs(args.runs)]
     with as_written(args.plan):
         text = render(plan, measured)
-    write_text(args.out, text)
+    write_whole(args.out, text)
     answer = {"out": args.out, "bytes": len(text.encode()), "fingerprint": plan.fingerprint}
     print(json.dumps(answer) if args.json else f"Written to {args.out}")
     return 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from ds_autoplan.cluster.topology import Device, Level, Topology
 from ds_autoplan.errors import BadInputError
-from ds_autoplan.reading import count, number, read_object, text, within
+from ds_autoplan.reading import MALFORMED, count, number, read_object, text, within
 
 GIB = 2**30
 # What a cluster JSON may state, with room to every real machine: beyond, a unit was mistaken.
@@ -106,7 +106,7 @@ def build_device(facts: dict[str, Any]) -> Device:
             matmul_flops=_flops(facts, "matmul_tflops") if "matmul_tflops" in facts else {},
             source=facts.get("source", ""),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise BadInputError(
             f"The device description lacks or misstates {error}.",
             "It needs name, architecture, multiprocessors, memory_gib, memory_tb_s, peak_tflops.",
@@ -265,7 +265,7 @@ def topology_from_json(data: dict[str, Any]) -> Topology:
             )
             for level in data["levels"]
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise BadInputError(
             f"A level of the cluster JSON lacks or misstates {error}.",
             "Each level needs name, size, gb_per_s and latency_us.",

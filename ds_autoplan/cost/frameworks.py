@@ -6,6 +6,7 @@ A framework is data; the pricing code reads it and never asks for a name.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 # What a process holds of a GPU outside PyTorch's allocator. NCCL connects at first use since 2.22.
 # One ring over 32 channels takes 32 buffers of 10,485,760 bytes; on a node of 8 H100 the process
@@ -189,7 +190,6 @@ MEGATRON_2021 = replace(
     name="megatron-2021",
     gradient_bytes=2,
     attention="unfused",
-    elementwise_passes=1.0,
     gradient_overlap=False,
     parameter_overlap=False,
     pipeline_overlap=0.0,
@@ -259,6 +259,13 @@ FSDP = Framework(
     norm_copies=0.5,
     default_zero_stage=3,
 )
+# What a compiler makes of norms, rotary embeddings and gates.
+FUSED: dict[str, Any] = {
+    "eager_operators": False,
+    "elementwise_passes": 1.0,
+    "keeps_gates": 0.0,
+    "norm_copies": 0.0,
+}
 # torchtitan: FSDP2 with PyTorch's attention. Under stages it gathers parameters once a step and
 # accumulates whole gradients in 32 bits, as ZeRO 1 does. The backward pass of DTensor's sharded
 # loss holds five 32-bit tensors of the logits' size (torch/distributed/tensor/parallel/loss.py).
@@ -277,14 +284,10 @@ TITAN = replace(
     pipe_buffers=True,
     fragmentation=0.1,
 )
-# torch.compile fuses norms, rotary embeddings and gates.
 TITAN_COMPILED = replace(
     TITAN,
     name="torchtitan-compiled",
-    eager_operators=False,
-    elementwise_passes=1.0,
-    keeps_gates=0.0,
-    norm_copies=0.0,
+    **FUSED,
 )
 # From 2025 on the loss is compiled too: 16-bit logits, their gradient, and a tile of 32 bits.
 TITAN_COMPILED_LOSS = replace(
@@ -293,11 +296,8 @@ TITAN_COMPILED_LOSS = replace(
 JAX = replace(
     FSDP,
     name="jax",
-    eager_operators=False,
+    **FUSED,
     attention="fused",
-    elementwise_passes=1.0,
-    keeps_gates=0.0,
-    norm_copies=0.0,
     default_checkpointing="full",
     fused_casts=True,
     default_shard_group=128,

@@ -9,17 +9,6 @@ from ds_autoplan.reading import MOST, count, within
 
 LEAST = 1e-9  # of anything measured
 
-# What a row can make of arithmetic and lookups, if it holds anything at all.
-UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-
 
 def whole_number(value: object, name: str, default: int = 1) -> int:
     """A size or degree of a row: a positive integer; `default` where the row says null.

@@ -22,13 +22,13 @@ from ds_autoplan.cost.frameworks import Framework
 from ds_autoplan.cost.interface import StageAssignment
 from ds_autoplan.cost.model import AnalyticCostModel
 from ds_autoplan.cost.row_model import experts_of, graph_of
-from ds_autoplan.cost.row_values import UNREADABLE, figure, truth, whole_number
+from ds_autoplan.cost.row_values import figure, truth, whole_number
 from ds_autoplan.errors import AutoplanError, BadInputError, UnsupportedError
 from ds_autoplan.estimate import even_cut
 from ds_autoplan.inputs import recall
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.plan import Plan
-from ds_autoplan.reading import count
+from ds_autoplan.reading import MALFORMED, count
 from ds_autoplan.strategy import Degrees, Strategy
 from ds_autoplan.workload import Workload
 
@@ -73,7 +73,7 @@ def read_row(data: dict[str, Any]) -> Row:
         return _with_recomputation(_read(data), data)
     except AutoplanError:
         raise
-    except UNREADABLE as error:
+    except MALFORMED as error:
         raise BadInputError(
             f"The run {data.get('id', '?')!r} lacks or misstates {error}.",
             "A run needs model, hardware, parallel, batch and precision.",

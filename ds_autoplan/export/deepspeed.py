@@ -8,6 +8,7 @@ from ds_autoplan.cli.table import batch_text
 from ds_autoplan.errors import UnsupportedError
 from ds_autoplan.export import Export
 from ds_autoplan.export.layout import require_no
+from ds_autoplan.inputs import recall_any
 from ds_autoplan.plan import Plan
 
 JSON_NAME = "ds_config.json"
@@ -93,13 +94,10 @@ def _config(plan: Plan, plan_path: str) -> str:
 
 def _on_cpus(plan: Plan) -> bool:
     """Whether the plan is for processors: their cluster's architecture says so."""
-    inputs = plan.report.get("inputs") or {}
-    device = (inputs.get("topology") or {}).get("device") or {}
-    return device.get("architecture") == "cpu"
+    inputs = recall_any(plan)
+    return inputs is not None and inputs.topology.device.architecture == "cpu"
 
 
 def _nodes(plan: Plan) -> int:
-    levels = plan.cluster.get("levels") or [{"size": plan.degrees.world_size}]
-    inputs = plan.report.get("inputs") or {}
-    per_node = (inputs.get("topology") or {}).get("gpus_per_node") or levels[0]["size"]
-    return max(1, plan.degrees.world_size // int(per_node))
+    inputs = recall_any(plan)
+    return plan.degrees.world_size // inputs.topology.gpus_per_node if inputs else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_autoplan.errors import BadInputError, UnsupportedError
-from ds_autoplan.inputs import recall
+from ds_autoplan.inputs import recall_any
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.plan import LayerPlan, Plan
 
@@ -78,7 +78,8 @@ def require_no(plan: Plan, tool: str, **degrees: int) -> None:
 
 def graph_of(plan: Plan) -> BlockGraph | None:
     """The model that the plan is of; None for plans made by hand, which do not hold it."""
-    return recall(plan).graph if isinstance(plan.report.get("inputs"), dict) else None
+    inputs = recall_any(plan)
+    return inputs.graph if inputs else None
 
 
 def require_language_model(plan: Plan, tool: str) -> None:
@@ -101,9 +102,8 @@ def require_language_model(plan: Plan, tool: str) -> None:
 
 def require_1f1b(plan: Plan, tool: str) -> None:
     """Refuse plans priced for a schedule that the tool would not be told."""
-    inputs = plan.report.get("inputs")
-    options = inputs.get("options") if isinstance(inputs, dict) else None
-    schedule = options.get("schedule", "1f1b") if isinstance(options, dict) else "1f1b"
+    inputs = recall_any(plan)
+    schedule = inputs.options.schedule if inputs else "1f1b"
     if plan.degrees.pp > 1 and schedule != "1f1b":
         raise UnsupportedError(
             f"The plan was priced for the schedule {schedule}, which is for comparison.",

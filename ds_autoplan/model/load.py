@@ -14,11 +14,10 @@ from ds_autoplan.model.build import build_decoder
 from ds_autoplan.model.encoders import BUILDERS as ENCODERS
 from ds_autoplan.model.graph import BlockGraph
 from ds_autoplan.model.hybrids import BUILDERS as HYBRIDS
-from ds_autoplan.reading import read_object
+from ds_autoplan.reading import MALFORMED, read_object
 
 BUILDERS = {**ENCODERS, **HYBRIDS}
 _DATA = Path(__file__).parent / "data"
-_MISREAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
 
 
 def bundled_models() -> dict[str, dict[str, Any]]:
@@ -99,7 +98,7 @@ def graph_of_config(config: Mapping[str, Any], name: str) -> BlockGraph:
         if model_type in BUILDERS:
             return BUILDERS[model_type](complete, name)
         return build_decoder(complete, ARCHITECTURES[model_type], name)
-    except _MISREAD as error:
+    except MALFORMED as error:
         raise BadInputError(
             f"The config of {name!r} cannot be read as a {model_type!r} model: {error!r}.",
             "A key holds something that transformers would not take.",

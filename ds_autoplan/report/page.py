@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ds_autoplan.cli.table import batch_text, degrees_text, range_text, search_text, seconds
 from ds_autoplan.cost.model import MEMORY_KEYS
 from ds_autoplan.explain import layer_groups
+from ds_autoplan.inputs import recall_any
 from ds_autoplan.plan import Plan
 
 GB = 1e9
@@ -119,25 +120,20 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
 
 def _capacity(plan: Plan) -> float:
     largest = max((stage.peak_bytes + stage.margin_bytes for stage in plan.stages), default=0)
-    device = (_topology(plan) or {}).get("device", {})
-    return float(max(device.get("memory_bytes", 0), largest, 1))
-
-
-def _topology(plan: Plan) -> dict[str, Any] | None:
-    inputs = plan.report.get("inputs")
-    return inputs.get("topology") if isinstance(inputs, dict) else None
+    inputs = recall_any(plan)
+    return float(max(inputs.topology.device.memory_bytes if inputs else 0, largest, 1))
 
 
 def _levels(plan: Plan) -> list[dict[str, str]]:
-    levels = (_topology(plan) or {}).get("levels") or plan.cluster.get("levels", ())
+    inputs = recall_any(plan)
     return [
         {
-            "name": level["name"],
-            "size": str(level["size"]),
-            "rate": f"{level['bytes_per_s'] / GB:.1f} GB/s",
-            "latency": seconds(level["latency_s"]) if "latency_s" in level else "",
+            "name": level.name,
+            "size": str(level.size),
+            "rate": f"{level.bytes_per_s / GB:.1f} GB/s",
+            "latency": seconds(level.latency_s),
         }
-        for level in levels
+        for level in (inputs.topology.levels if inputs else ())
     ]
 
 

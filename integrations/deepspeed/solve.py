@@ -25,6 +25,7 @@ from ds_autoplan.model.load import graph_of_config
 from ds_autoplan.plan import Plan
 from ds_autoplan.search.options import PlanOptions
 from ds_autoplan.workload import Workload
+from ds_autoplan.writing import make_folder
 
 log = logging.getLogger("ds_autoplan")
 
@@ -75,7 +76,7 @@ def solve(
             raise
         plan = _nearest(graph, topology, workload, options, error)
     if cached is not None:
-        cached.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(cached.parent, "plan_cache")
         plan.save(cached)
     return plan
 
