@@ -137,6 +137,16 @@ def test_a_micro_batch_must_divide_a_call(pool: Pool, tmp_path: Path) -> None:
             assert words in error[1]
 
 
+def test_a_cache_that_cannot_be_written_is_said_by_every_rank(pool: Pool, tmp_path: Path) -> None:
+    """Rank 0 alone writes; the others wait for its plan."""
+    (tmp_path / "file").write_text("")
+    config = {**CONFIG, "autoplan": {"plan_cache": str(tmp_path / "file" / "plans")}}
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(f"{SCRIPTS}:valid", config)
+    for error in failed.value.errors:
+        assert error and error[0] == "BadInputError" and "plan_cache" in error[1]
+
+
 def launch(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """Run scripts/failing.py under DeepSpeed's launcher, on four processes."""
     command = [
