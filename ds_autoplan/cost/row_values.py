@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ds_autoplan.errors import BadInputError
+from ds_autoplan.model.build import MOST_LAYERS
 from ds_autoplan.reading import MOST, count, within
 
 LEAST = 1e-9  # of anything measured
 
 
-def whole_number(value: object, name: str, default: int = 1) -> int:
+def whole_number(value: object, name: str, default: int = 1, most: int = MOST) -> int:
     """A size or degree of a row: a positive integer; `default` where the row says null.
 
     Raises:
@@ -20,7 +21,7 @@ def whole_number(value: object, name: str, default: int = 1) -> int:
         return default
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return count(value, f"The row's {name}")
+    return count(value, f"The row's {name}", most)
 
 
 def figure(value: object, name: str) -> float | None:
@@ -48,4 +49,5 @@ def model_size(model: dict[str, Any], name: str, default: int | None = None) -> 
     stated = model[name] if default is None else model.get(name) or None
     if stated is None and default is None:
         raise BadInputError(f"The row's model does not say {name}.")
-    return whole_number(stated, f"model {name}", default or 0)
+    most = MOST_LAYERS if "layers" in name else MOST
+    return whole_number(stated, f"model {name}", default or 0, most)

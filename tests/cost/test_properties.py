@@ -12,6 +12,7 @@ from ds_autoplan.errors import UnsupportedError
 from ds_autoplan.estimate import even_cut
 from ds_autoplan.model import load_graph
 from ds_autoplan.strategy import Degrees, Strategy
+from ds_autoplan.workload import Workload
 from tests.cost.samples import DEGREES, LLAMA, WORKLOAD, price
 
 
@@ -43,6 +44,20 @@ def test_time_grows_with_width_and_micro_batches() -> None:
         for m in (2, 4, 8, 16)
     ]
     assert widths == sorted(widths) and micro == sorted(micro)
+
+
+def test_more_tokens_are_never_faster_in_a_mixture() -> None:
+    """Down to less than a row for each expert, where padding is most of the work."""
+    times = []
+    for length in (1, 4, 16, 64, 256, 1024):
+        workload = Workload(length, 8, backend="megatron")
+        cost = AnalyticCostModel(
+            load_graph("deepseek-v3"), parse_cluster("1x8xH100-SXM-80GB"), workload
+        )
+        mixture = len(cost.graph.classes) - 1
+        layer = cost.layer(mixture, Strategy(), Degrees(dp=8, ep=8, zero_stage=1))
+        times.append(layer.forward_s + layer.backward_s)
+    assert times == sorted(times)
 
 
 def test_one_rank_pays_no_communication() -> None:

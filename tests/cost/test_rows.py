@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from ds_autoplan.api import plan as make_plan
 from ds_autoplan.cost.rows import peak_kind_of, precision_of, read_row, stages_of
-from ds_autoplan.runs import load_runs
+from ds_autoplan.runs import load_runs, run_of
+from ds_autoplan.search.options import PlanOptions
 from ds_autoplan.strategy import Strategy
 from ds_autoplan.validate import price_run, validate
+from ds_autoplan.workload import Workload
 
 RUN = load_runs(Path(__file__).with_name("published_sample.jsonl"))[0]
 TITAN = load_runs(Path(__file__).with_name("torchtitan_runs.jsonl"))[0]
@@ -171,6 +174,7 @@ def test_a_wrong_part_is_one_unpriced_row(part: str, value: object) -> None:
         ("parallel", {"sp": "false"}, "sp is 'false'"),
         ("parallel", {"zero_stage": 7}, "zero_stage"),
         ("model", {"layers": 0}, "layers is 0"),
+        ("model", {"layers": 10**9}, "at most 100,000"),
         ("model", {"hidden": math.nan}, "hidden is nan"),
         ("batch", {"global": 4, "micro": 8}, "larger than the global batch"),
         ("measured", {"iteration_s": -1.0}, "iteration_s is -1"),
@@ -192,3 +196,13 @@ def test_torchtitan_cuts_a_batch_into_equal_micro_batches(micro: int) -> None:
     run["batch"] = {"global": micro * (world // 4), "micro": micro}
     degrees = read_row(run).degrees
     assert degrees.micro_batch_size * degrees.num_micro_batches == micro
+
+
+def test_a_row_that_breaks_while_it_is_priced_does_not_hide_the_others() -> None:
+    """A run of this plugin holds its cluster; this one was edited to have no memory bandwidth."""
+    plan = make_plan("gpt2", "1x4xA100-SXM-80GB", Workload(512, 16), PlanOptions())
+    run = run_of(plan, 1.0, 2**30, "2026-11-30")
+    run["plan"]["plan"]["report"]["inputs"]["topology"]["device"]["memory_bytes_per_s"] = 0.0
+    first, second = validate([run, RUN])["rows"]
+    assert not first["supported"] and "ZeroDivisionError" in first["reason"]
+    assert second["supported"]
